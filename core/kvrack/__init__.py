@@ -1,0 +1,92 @@
+"""kvrack: publish, choose and trust a KV cache for PyTorch language models.
+
+Importing kvrack imports neither torch nor any plugin; what needs torch is imported when asked for.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from kvrack.backend import Backend, Capabilities
+from kvrack.errors import (
+    BackendLoadError,
+    CapacityExceeded,
+    DuplicateBackend,
+    InvalidConfig,
+    InvalidPlugin,
+    KvrackError,
+    MissingDependency,
+    ShapeMismatch,
+    SnapshotError,
+    UnknownBackend,
+    UnsupportedOperation,
+)
+from kvrack.hookspecs import hookimpl
+from kvrack.model import LayerSpec, ModelSpec
+from kvrack.registry import BackendInfo, Resolved, backends, resolve
+
+if TYPE_CHECKING:
+    from kvrack.buffer import TokenBuffer
+    from kvrack.buffered import BufferedLayer
+    from kvrack.cache import Cache, create_cache
+    from kvrack.config import BackendConfig
+    from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
+    from kvrack.placement import Placement
+    from kvrack.snapshot import load
+
+__version__ = version("kvrack")
+
+_LATE = {
+    "AttentionLayer": "kvrack.layer",
+    "BackendConfig": "kvrack.config",
+    "BufferedLayer": "kvrack.buffered",
+    "BuildContext": "kvrack.layer",
+    "Cache": "kvrack.cache",
+    "CacheLayer": "kvrack.layer",
+    "Placement": "kvrack.placement",
+    "StateLayer": "kvrack.layer",
+    "TokenBuffer": "kvrack.buffer",
+    "create_cache": "kvrack.cache",
+    "load": "kvrack.snapshot",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'kvrack' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)
+
+
+__all__ = [
+    "AttentionLayer",
+    "Backend",
+    "BackendConfig",
+    "BackendInfo",
+    "BackendLoadError",
+    "BufferedLayer",
+    "BuildContext",
+    "Cache",
+    "CacheLayer",
+    "Capabilities",
+    "CapacityExceeded",
+    "DuplicateBackend",
+    "InvalidConfig",
+    "InvalidPlugin",
+    "KvrackError",
+    "LayerSpec",
+    "MissingDependency",
+    "ModelSpec",
+    "Placement",
+    "Resolved",
+    "ShapeMismatch",
+    "SnapshotError",
+    "StateLayer",
+    "TokenBuffer",
+    "UnknownBackend",
+    "UnsupportedOperation",
+    "backends",
+    "create_cache",
+    "hookimpl",
+    "load",
+    "resolve",
+]

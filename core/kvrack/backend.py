@@ -1,0 +1,128 @@
+"""What a plugin offers (`Backend`) and what a built layer promises (`Capabilities`).
+
+This module imports no torch: a plugin's entry-point module builds a `Backend` from strings, and
+what the strings name is imported when a cache is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvrack.errors import InvalidPlugin
+
+if TYPE_CHECKING:
+    from kvrack.config import BackendConfig
+    from kvrack.layer import BuildContext, CacheLayer
+    from kvrack.model import LayerSpec
+
+
+def _promise(text: str, default: bool = False) -> bool:
+    # Kept in the field's metadata, so that a promise and its meaning stand on one line.
+    return field(default=default, metadata={"promise": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a built layer promises. The conformance suite tests both ways.
+
+    A promise that is True must hold; one that is False must be refused with
+    `UnsupportedOperation`, whose text names the field. It is read from the *built* layer, since
+    config may decide.
+    """
+
+    grows: bool = _promise("takes any number of tokens; otherwise a capacity is enforced before anything is written")
+    slides: bool = _promise("builds sliding-window layers, holding window - 1 tokens between updates")
+    chunks: bool = _promise("builds chunked-attention layers")
+    chunked_prefill: bool = _promise("takes several tokens at once on a layer that already holds some")
+    unequal_head_dim: bool = _promise("takes keys and values of different head_dim")
+    crops: bool = _promise("crop(-n) leaves what feeding n tokens fewer would have left")
+    records_past: bool = _promise("activate_past_recording() lets crop go back past a window or a state")
+    early_init: bool = _promise("early_initialization() allocates before the first update")
+    offloads: bool = _promise("offload() and prefetch() move everything the layer owns and bring it back")
+    compiles: bool = _promise("update() traces under torch.compile without a graph break")
+    stable_address: bool = _promise("its tensors keep their address from the first allocation on")
+    lossless: bool = _promise("returns bit-identical tensors to plain concatenation")
+    relative_error: float = 0.0
+    """Bound on |returned - given| relative to the largest magnitude in the same batch row, head and
+    update; 0.0 where `lossless`."""
+
+    def __post_init__(self) -> None:
+        if self.lossless and self.relative_error != 0.0:
+            raise ValueError(
+                f"Capabilities: lossless, yet relative_error is {self.relative_error}; declare one of them"
+            )
+        if not self.lossless and not self.relative_error > 0.0:
+            raise ValueError("Capabilities: not lossless, so relative_error must say its bound (above 0)")
+
+    @classmethod
+    def describe(cls) -> dict[str, str]:
+        """Return the name of each promise and what it means, in order."""
+        return {f.name: f.metadata["promise"] for f in fields(cls) if "promise" in f.metadata}
+
+
+def import_object(path: str) -> Any:
+    """Return the object that ``"module:attribute"`` names. Raises what the import raises."""
+    module, _, attribute = path.partition(":")
+    if not attribute:
+        raise ValueError(f"expected 'module:attribute', got {path!r}")
+    return getattr(import_module(module), attribute)
+
+
+def swallows_arguments(function: Callable[..., Any]) -> str | None:
+    """Return the name of a ``*args`` or ``**kwargs`` parameter of `function`, None without one."""
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            return str(parameter)
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What a plugin offers under one name.
+
+    Attributes:
+        name: the `cache_implementation` string; equals the entry point's name.
+        summary: one line, shown by ``kvrack backends``.
+        layer: ``"module:callable"``, called as ``callable(spec, config, context)`` for each layer
+            of a model that attends or keeps states; returns a `CacheLayer`. Imported when built.
+        config: ``"module:class"`` of the `BackendConfig` subclass that validates `cache_config`.
+        requires: requirements the layer's module needs, as pip takes them (``"hqq>=0.2"``);
+            checked when the name is resolved.
+    """
+
+    name: str
+    summary: str
+    layer: str
+    config: str = "kvrack.config:BackendConfig"
+    requires: tuple[str, ...] = ()
+
+    def config_class(self) -> type[BackendConfig]:
+        """Return the config class. Raises InvalidPlugin when it is not a `BackendConfig`."""
+        from kvrack.config import BackendConfig
+
+        found = import_object(self.config)
+        if not (isinstance(found, type) and issubclass(found, BackendConfig)):
+            raise InvalidPlugin(self.name, self.config, "its config must be a subclass of kvrack.config.BackendConfig")
+        return found
+
+    def build_layer(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
+        """Return a new, empty layer. Nothing is allocated.
+
+        Raises UnsupportedOperation when the backend refuses this kind of layer, InvalidPlugin when
+        the builder swallows arguments or returns something else than a layer.
+        """
+        from kvrack.layer import CacheLayer
+
+        builder = import_object(self.layer)
+        if swallowed := swallows_arguments(builder):
+            raise InvalidPlugin(
+                self.name, self.layer, f"its builder swallows arguments ({swallowed}); name spec, config and context"
+            )
+        layer = builder(spec, config, context)
+        if not isinstance(layer, CacheLayer):
+            raise InvalidPlugin(self.name, self.layer, f"its builder returned {type(layer).__name__}, not a CacheLayer")
+        return layer

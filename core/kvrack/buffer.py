@@ -1,0 +1,212 @@
+"""TokenBuffer: the only code that moves tokens.
+
+A buffer holds one tensor's worth of tokens, ``[batch, heads, tokens, channels]``, in memory that
+has room for more, and answers with a strided view of what it holds. Growing by a factor means that
+a token is moved 1 / (growth - 1) times on average, however many there are, where concatenation
+moves every token at every step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kvrack.errors import ShapeMismatch
+from kvrack.placement import DEVICE, Placement
+
+TOKENS = 2
+"""The dimension that counts tokens."""
+
+MIN_ROOM = 16
+"""Tokens of room that an allocation has at least, so that small buffers do not grow at every step."""
+
+
+class TokenBuffer:
+    """Tokens in order, oldest first, in memory that grows geometrically.
+
+    The buffer owns its memory; tensors given to it are copied, views it returns stay valid until
+    its next change. Tokens are written detached: what is held is constant to autograd.
+
+    Args:
+        growth: factor by which capacity grows; above 1.
+        limit: tokens the whole use will need, None when unknown. Room is never made beyond it
+            until it is passed.
+        placement: where the memory lives.
+    """
+
+    def __init__(self, growth: float = 1.25, limit: int | None = None, placement: Placement = DEVICE) -> None:
+        if not growth > 1.0:
+            raise ValueError(f"TokenBuffer.growth: expected more than 1, got {growth}")
+        self.growth = growth
+        self.limit = limit
+        self.placement = placement
+        self.data: torch.Tensor | None = None
+        self.start = 0
+        self.stop = 0
+
+    def __len__(self) -> int:
+        """Return the number of tokens held."""
+        return self.stop - self.start
+
+    def view(self) -> torch.Tensor | None:
+        """Return the held tokens as a view ``[batch, heads, tokens, channels]``; None before any allocation."""
+        if self.data is None:
+            return None
+        return self.data.narrow(TOKENS, self.start, self.stop - self.start)
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
+        if states.dim() != 4:
+            raise ShapeMismatch(f"{what}: expected [batch, heads, tokens, head_dim], got {tuple(states.shape)}")
+        data = self.data
+        if data is None:
+            return
+        given, held = states.shape, data.shape
+        if given[0] != held[0] or given[1] != held[1] or given[3] != held[3]:
+            remedy = (
+                "Call batch_repeat_interleave or batch_select_indices first, or reset()"
+                if given[0] != held[0]
+                else "Call reset() to start anew"
+            )
+            raise ShapeMismatch(
+                f"{what}: the cache holds batch {held[0]}, {held[1]} heads, head_dim {held[3]}; "
+                f"got batch {given[0]}, {given[1]} heads, head_dim {given[3]}. {remedy}"
+            )
+        if states.dtype != data.dtype or states.device != data.device:
+            raise ShapeMismatch(
+                f"{what}: the cache holds {data.dtype} on {data.device}, got {states.dtype} on {states.device}. "
+                "Call reset() to start anew"
+            )
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for the first tokens, holding none. Nothing happens if memory is there already."""
+        if self.data is None:
+            self._allocate((batch, heads, self._capacity_for(0), channels), dtype, device)
+
+    def append(self, states: torch.Tensor, keep: int | None = None) -> torch.Tensor:
+        """Add tokens and return all that were held, then these, oldest first.
+
+        Args:
+            states: ``[batch, heads, new_tokens, channels]``, as `check` accepts it.
+            keep: tokens that stay held afterwards, the newest; None for all. The returned tensor
+                has them all either way. Memory is then bounded by `keep`, not by what passes
+                through.
+
+        Returns:
+            A view of the buffer, or, where tokens pass through that need not be stored, a tensor
+            of its own (`states` itself when nothing was held).
+        """
+        new = states.shape[TOKENS]
+        if keep is not None and len(self) + new > self._most(keep):
+            return self._pass_through(states, keep)
+        self._reserve(states, new, keep)
+        assert self.data is not None
+        self.data.narrow(TOKENS, self.stop, new).copy_(states.detach())
+        self.stop += new
+        everything = self.data.narrow(TOKENS, self.start, self.stop - self.start)
+        if keep is not None:
+            self.start = max(self.start, self.stop - keep)
+        if states.requires_grad and torch.is_grad_enabled():
+            # Attention must see the new tokens with their gradient, which the buffer's copy lost.
+            past = everything.narrow(TOKENS, 0, everything.shape[TOKENS] - new)
+            return torch.cat([past, states], dim=TOKENS)
+        return everything
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the newest `count` tokens; all of them when there are fewer."""
+        self.stop = max(self.start, self.stop - count)
+
+    def keep_newest(self, count: int) -> None:
+        """Forget all but the newest `count` tokens, and give back memory that only they needed."""
+        self.start = max(self.start, self.stop - count)
+        if self.data is not None and self.data.shape[TOKENS] > self._most(count):
+            self._move_to(self._most(count))
+
+    def clear(self) -> None:
+        """Forget every token and free the memory."""
+        self.data = None
+        self.start = self.stop = 0
+
+    def restore(self, tokens: torch.Tensor) -> None:
+        """Hold exactly `tokens`, copied; memory that fits them is written in place."""
+        length = tokens.shape[TOKENS]
+        data = self.data
+        fits = (
+            data is not None
+            and data.shape[:TOKENS] == tokens.shape[:TOKENS]
+            and data.shape[3] == tokens.shape[3]
+            and data.shape[TOKENS] >= length
+            and data.dtype == tokens.dtype
+            and data.device == tokens.device
+        )
+        if not fits:
+            shape = (tokens.shape[0], tokens.shape[1], self._capacity_for(length), tokens.shape[3])
+            self._allocate(shape, tokens.dtype, tokens.device)
+        assert self.data is not None
+        self.data.narrow(TOKENS, 0, length).copy_(tokens.detach())
+        self.start, self.stop = 0, length
+
+    def _most(self, keep: int) -> int:
+        """Return the largest capacity that keeping `keep` tokens may take: them and room to slide."""
+        return keep + max(MIN_ROOM, math.ceil(keep * (self.growth - 1)))
+
+    def _capacity_for(self, tokens: int) -> int:
+        """Return the capacity to allocate for `tokens` tokens and some more."""
+        roomy = tokens + max(MIN_ROOM, math.ceil(tokens * (self.growth - 1)))
+        if self.limit is None or tokens > self.limit:
+            return roomy
+        return max(tokens, min(roomy, self.limit))
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        # The old memory goes first: both at once would double the peak.
+        self.data = None
+        self.data = self.placement.allocate(shape, dtype, device)
+        self.start = self.stop = 0
+
+    def _reserve(self, states: torch.Tensor, new: int, keep: int | None) -> None:
+        """Make sure that `new` more tokens fit behind the newest."""
+        if self.data is None:
+            capacity = self._capacity_for(new)
+            if keep is not None:
+                capacity = min(capacity, self._most(keep))
+            self._allocate((states.shape[0], states.shape[1], capacity, states.shape[3]), states.dtype, states.device)
+            return
+        capacity = self.data.shape[TOKENS]
+        if self.stop + new <= capacity:
+            return
+        needed = len(self) + new
+        if needed <= capacity and self.start > 0:
+            self._move_to(capacity)
+            return
+        grown = self._capacity_for(needed)
+        self._move_to(grown if keep is None else min(grown, self._most(keep)))
+
+    def _move_to(self, capacity: int) -> None:
+        """Move the held tokens to the front of memory for `capacity` tokens, a new one if it differs."""
+        assert self.data is not None
+        held = self.view()
+        assert held is not None
+        length = len(self)
+        if self.data.shape[TOKENS] == capacity:
+            # Source and target may overlap, which copy_ does not allow.
+            self.data.narrow(TOKENS, 0, length).copy_(held.clone() if self.start < length else held)
+        else:
+            shape = (self.data.shape[0], self.data.shape[1], capacity, self.data.shape[3])
+            moved = self.placement.allocate(shape, self.data.dtype, self.data.device)
+            moved.narrow(TOKENS, 0, length).copy_(held)
+            self.data = moved
+        self.start, self.stop = 0, length
+
+    def _pass_through(self, states: torch.Tensor, keep: int) -> torch.Tensor:
+        """Return held and new tokens together, storing only the newest `keep` of them."""
+        held = self.view()
+        everything = states if held is None or len(self) == 0 else torch.cat([held, states], dim=TOKENS)
+        newest = everything.narrow(TOKENS, everything.shape[TOKENS] - keep, keep)
+        if self.data is None or self.data.shape[TOKENS] < keep:
+            shape = (states.shape[0], states.shape[1], self._most(keep), states.shape[3])
+            self._allocate(shape, states.dtype, states.device)
+        assert self.data is not None
+        self.data.narrow(TOKENS, 0, keep).copy_(newest.detach())
+        self.start, self.stop = 0, keep
+        return everything

@@ -1,0 +1,137 @@
+"""BufferedLayer: what an attention layer does with tokens, whatever its buffers do with bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrack.buffer import TOKENS
+from kvrack.config import BackendConfig
+from kvrack.errors import ShapeMismatch
+from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
+from kvrack.model import LayerSpec
+
+
+class BufferedLayer(AttentionLayer):
+    """An attention layer over two TokenBuffers, one for keys and one for values.
+
+    What a full, sliding or chunked layer does with tokens, whatever its buffers do with bytes. A
+    windowed layer holds ``window - 1`` tokens between updates, as many as the next query can see
+    besides itself.
+    """
+
+    def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext, growth: float = 1.25) -> None:
+        super().__init__(spec, config, context)
+        self.record_past = False
+        self._seen = 0
+        self._keep = spec.window - 1 if spec.window is not None else None
+        self._keys = context.buffer(growth)
+        self._values = context.buffer(growth)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._keys.check(key_states, "keys")
+        self._values.check(value_states, "values")
+        check_pair(key_states, value_states)
+        new = key_states.shape[TOKENS]
+        keep = None if self.record_past else self._keep
+        keys = self._keys.append(key_states, keep)
+        values = self._values.append(value_states, keep)
+        self._seen += new
+        if self._keep is not None:
+            return newest(keys, self._keep + new), newest(values, self._keep + new)
+        return keys, values
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        kv_heads: int,
+        key_head_dim: int,
+        value_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._keys.allocate(batch_size, kv_heads, key_head_dim, dtype, device)
+        self._values.allocate(batch_size, kv_heads, value_head_dim, dtype, device)
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        past = self._seen if self._keep is None else min(self._seen, self._keep)
+        return past + query_length, self._seen - past
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    @property
+    def is_croppable(self) -> bool:
+        return self._keep is None or self.record_past or self._seen <= len(self._keys)
+
+    def check_crop(self, tokens: int) -> None:
+        refuse_positive(tokens)
+        if tokens < 0 and self._keep is not None and -tokens < self._seen:
+            needed = min(self._seen + tokens, self._keep)
+            if len(self._keys) + tokens < needed:
+                raise self._refuse(
+                    f"crop({tokens}) [records_past] past a window of {self.spec.window}, {self._seen} tokens seen,",
+                    "Call activate_past_recording() before the updates that may be cropped",
+                )
+
+    def crop(self, tokens: int) -> None:
+        self.check_crop(tokens)
+        if -tokens >= self._seen and tokens:
+            removed = self._seen
+            self._keys.drop_newest(len(self._keys))
+            self._values.drop_newest(len(self._values))
+        else:
+            removed = -tokens
+            self._keys.drop_newest(removed)
+            self._values.drop_newest(removed)
+        self._seen -= removed
+        if self._keep is not None:
+            self._keys.keep_newest(self._keep)
+            self._values.keep_newest(self._keep)
+
+    def reset(self) -> None:
+        self._keys.clear()
+        self._values.clear()
+        self._seen = 0
+        self._home = None
+
+    def storage(self) -> dict[str, torch.Tensor]:
+        keys, values = self._keys.view(), self._values.view()
+        return {} if keys is None or values is None else {"keys": keys, "values": values}
+
+    def metadata(self) -> dict[str, int]:
+        return {"seen": self._seen, "record_past": int(self.record_past)}
+
+    def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        if storage:
+            self._keys.restore(storage["keys"])
+            self._values.restore(storage["values"])
+        else:
+            self.reset()
+        self._seen = metadata["seen"]
+        self.record_past = bool(metadata["record_past"])
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return self._keys.view()
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return self._values.view()
+
+
+def check_pair(key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Raise ShapeMismatch unless keys and values are of the same batch rows, heads and tokens."""
+    if key_states.shape[:3] != value_states.shape[:3]:
+        raise ShapeMismatch(
+            "keys and values: expected the same batch, heads and tokens, "
+            f"got {tuple(key_states.shape)} and {tuple(value_states.shape)}"
+        )
+
+
+def newest(states: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a view of the newest `count` tokens of `states`, all of them when there are fewer."""
+    length = states.shape[TOKENS]
+    return states if length <= count else states.narrow(TOKENS, length - count, count)

@@ -1,0 +1,306 @@
+"""Cache: the layers in order, and what a model asks of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvrack.backend import Capabilities
+from kvrack.config import BackendConfig
+from kvrack.errors import UnsupportedOperation
+from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, allocations
+from kvrack.model import LayerSpec, ModelSpec
+from kvrack.registry import Resolved, resolve
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes that one role of one layer takes on one device.
+
+    Attributes:
+        layer: index of the layer.
+        role: what the bytes are: keys, values, or their codes, scales, tail; states.
+        device: where they are.
+        nbytes: bytes allocated, room for further tokens included.
+    """
+
+    layer: int
+    role: str
+    device: str
+    nbytes: int
+
+
+class Cache:
+    """The layers of one model, in order. Owns them; they own their memory.
+
+    Args:
+        resolved: the backend and config to build layers with.
+        model_spec: what the model needs remembered.
+        name: the name it was asked for by.
+        max_length: tokens the whole use will need, None when unknown.
+    """
+
+    def __init__(
+        self, resolved: Resolved, model_spec: ModelSpec, name: str = "", max_length: int | None = None
+    ) -> None:
+        self.backend = resolved.backend
+        self.config: BackendConfig = resolved.config
+        self.model_spec = model_spec
+        self.name = name or resolved.backend.name
+        self.max_length = max_length
+        self._context = BuildContext(backend=self.name, max_length=max_length)
+        self.layers: list[CacheLayer] = [self._build(spec) for spec in model_spec.layers]
+
+    def _build(self, spec: LayerSpec) -> CacheLayer:
+        if spec.holds_nothing:
+            return EmptyLayer(spec, self.config, self._context)
+        if spec.states:
+            raise UnsupportedOperation(
+                self.name,
+                "a layer with states (Mamba, linear attention, convolution)",
+                "They are kept by kvrack-mamba: pip install kvrack-mamba",
+            )
+        return self.backend.build_layer(spec, self.config, self._context)
+
+    def __len__(self) -> int:
+        """Return the number of layers; layers created on demand count once they exist."""
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[CacheLayer]:
+        return iter(self.layers)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.name!r}, {len(self)} layers, {self.get_seq_length()} tokens, {self.nbytes} bytes)"
+
+    # --- what a model asks ----------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give layer `layer_idx` new tokens and return what attention must see; see `AttentionLayer.update`."""
+        return self._attention(layer_idx, create=True).update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens seen by layer `layer_idx`; for 0, by the first layer that attends. 0 for a
+        layer not created yet."""
+        layer = self._measured(layer_idx)
+        return layer.get_seq_length() if layer is not None else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return length and offset of what layer `layer_idx` returns for `query_length` new tokens; a layer
+        that holds nothing answers for the first that attends."""
+        layer = self._measured(layer_idx)
+        return layer.get_mask_sizes(query_length) if layer is not None else (query_length, 0)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return how many tokens the whole cache (or layer `layer_idx`) can take, -1 for any number.
+
+        It is the smallest of the layers' limits; a window is none.
+        """
+        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        limits = [layer.get_max_length() for layer in layers if isinstance(layer, AttentionLayer)]
+        return min((limit for limit in limits if limit >= 0), default=-1)
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        value_head_dim: int | Sequence[int] | None = None,
+    ) -> None:
+        """Allocate every layer as a first update would.
+
+        Args:
+            batch_size: rows.
+            num_heads: key-value heads, one number or one for each layer.
+            head_dim: channels of a key, one number or one for each layer.
+            dtype: of the states to come.
+            device: of the states to come.
+            value_head_dim: channels of a value where they differ from a key's.
+        """
+        heads = self._for_each("num_heads", num_heads)
+        keys = self._for_each("head_dim", head_dim)
+        values = keys if value_head_dim is None else self._for_each("value_head_dim", value_head_dim)
+        for layer, layer_heads, key_dim, value_dim in zip(self.layers, heads, keys, values, strict=True):
+            if isinstance(layer, AttentionLayer):
+                layer.early_initialization(batch_size, layer_heads, key_dim, value_dim, dtype, device)
+
+    def reset(self) -> None:
+        """Forget everything; any batch size, dtype and length may follow."""
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, tokens: int) -> None:
+        """Remove the newest ``-tokens`` tokens from every layer, or, if one refuses, from none.
+
+        See `CacheLayer.crop` for what is left and what raises.
+        """
+        for layer in self.layers:
+            layer.check_crop(tokens)
+        for layer in self.layers:
+            layer.crop(tokens)
+
+    def activate_past_recording(self) -> None:
+        """From now on keep what a later `crop` needs, in every layer."""
+        for layer in self.layers:
+            layer.activate_past_recording()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row i the former row ``beam_idx[i]`` in every layer, for beam search."""
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times in every layer, its copies side by side."""
+        for layer in self.layers:
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` names in every layer."""
+        for layer in self.layers:
+            layer.batch_select_indices(indices)
+
+    def offload(self, layer_idx: int) -> None:
+        """Move layer `layer_idx` to host memory."""
+        self.layers[layer_idx].offload()
+
+    def prefetch(self, layer_idx: int) -> None:
+        """Bring layer `layer_idx` back to the device it was offloaded from."""
+        self.layers[layer_idx].prefetch()
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether every layer may return slots that hold no token; see `CacheLayer.is_compileable`."""
+        return bool(self.layers) and all(layer.is_compileable for layer in self.layers)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can put every layer back as it was, now."""
+        return all(layer.is_croppable for layer in self.layers)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Which layers keep a window of tokens only."""
+        return [layer.is_sliding for layer in self.layers]
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every layer that keeps anything has its memory."""
+        keeping = [layer for layer in self.layers if not layer.spec.holds_nothing]
+        return bool(keeping) and all(layer.is_initialized for layer in keeping)
+
+    # --- what a user asks -----------------------------------------------------------------------
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the first layer that keeps anything promises."""
+        for layer in self.layers:
+            if not layer.spec.holds_nothing:
+                return layer.capabilities
+        return self._build(self.model_spec.further or LayerSpec()).capabilities
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, -1 before the first update."""
+        for layer in self.layers:
+            for tensor in layer.storage().values():
+                return tensor.shape[0]
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory really held, room for further tokens included, shared memory counted once."""
+        return sum(row.nbytes for row in self.memory())
+
+    def memory(self) -> list[MemoryRow]:
+        """Return the bytes held by layer, role and device; memory that two share is counted at the first."""
+        named = {(i, name): tensor for i, layer in enumerate(self.layers) for name, tensor in layer.storage().items()}
+        sizes = allocations({f"{i}.{name}": tensor for (i, name), tensor in named.items()})
+        return [MemoryRow(i, name, str(tensor.device), sizes[f"{i}.{name}"]) for (i, name), tensor in named.items()]
+
+    def twin(self) -> Cache:
+        """Return a new, empty cache, built as this one was."""
+        return Cache(Resolved(self.backend, self.config), self.model_spec, self.name, self.max_length)
+
+    def fork(self) -> Cache:
+        """Return an independent cache with the same state: writing to either leaves the other as it is."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        twin = self.twin()
+        memo[id(self)] = twin
+        twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot`."""
+        from kvrack.snapshot import save
+
+        save(self, path)
+
+    def grow_to(self, count: int) -> None:
+        """Create layers up to `count` of them, where the model spec says that further ones come on demand."""
+        further = self.model_spec.further
+        while further is not None and len(self.layers) < count:
+            self.layers.append(self._build(further))
+
+    # --- finding layers -------------------------------------------------------------------------
+
+    def _attention(self, layer_idx: int, create: bool = False) -> AttentionLayer:
+        if create:
+            self.grow_to(layer_idx + 1)
+        if layer_idx >= len(self.layers):
+            raise IndexError(f"layer {layer_idx}: the cache has {len(self.layers)} layers, as its model spec says")
+        layer = self.layers[layer_idx]
+        if isinstance(layer, EmptyLayer):
+            raise UnsupportedOperation(
+                self.name,
+                f"update of layer {layer_idx}, which its model spec says holds nothing,",
+                "Correct the spec or the layer index",
+            )
+        assert isinstance(layer, AttentionLayer)
+        return layer
+
+    def _measured(self, layer_idx: int) -> AttentionLayer | None:
+        """Return layer `layer_idx` if it attends, else the first that does; None when there is none yet."""
+        if layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            if isinstance(layer, AttentionLayer):
+                return layer
+            return next((each for each in self.layers if isinstance(each, AttentionLayer)), None)
+        return None
+
+    def _for_each(self, what: str, given: int | Sequence[int]) -> Sequence[int]:
+        values = [given] * len(self.layers) if isinstance(given, int) else list(given)
+        if len(values) != len(self.layers):
+            raise ValueError(f"{what}: expected one number or {len(self.layers)}, one a layer, got {len(values)}")
+        return values
+
+
+def create_cache(name: str, model_spec: ModelSpec, max_length: int | None = None, **config: Any) -> Cache:
+    """Return a new, empty cache for a model, from the backend of this name.
+
+    Args:
+        name: a `cache_implementation` string.
+        model_spec: what the model needs remembered.
+        max_length: tokens the whole use will need (prompt and answer), None when unknown; backends
+            that preallocate take their size from it, others never make room beyond it.
+        **config: the backend's own keys, as in `cache_config`.
+
+    Raises what `kvrack.resolve` raises, and UnsupportedOperation for a layer the backend refuses.
+    """
+    resolved = resolve(name, config)
+    if model_spec.is_encoder_decoder:
+        raise UnsupportedOperation(
+            name,
+            f"an encoder-decoder model ({model_spec.name or 'with cross-attention layers'})",
+            "They are served by kvrack-encoder-decoder: pip install kvrack-encoder-decoder",
+        )
+    return Cache(resolved, model_spec, name, max_length)

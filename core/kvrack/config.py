@@ -1,0 +1,88 @@
+"""Name and dict -> validated backend config; the aliases among the names.
+
+A backend's config is a frozen pydantic model. The dict a user gives is read, never changed, so the
+same `cache_config` can be passed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvrack.errors import InvalidConfig, closest, listed
+
+
+class BackendConfig(BaseModel):
+    """Base of every backend's config; itself the config of a backend without settings.
+
+    Subclasses declare fields with a description each; ``kvrack show`` prints them. Every instance
+    is frozen and refuses keys it does not know.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+KNOWN_DISTRIBUTIONS: dict[str, str] = {
+    "dynamic": "kvrack-dynamic",
+    "static": "kvrack-static",
+    "offload": "kvrack-offload",
+    "offloaded": "kvrack-offload",
+    "offloaded_static": "kvrack-offload",
+    "hqq": "kvrack-hqq",
+    "quanto": "kvrack-quanto",
+    "fp8": "kvrack-fp8",
+    "mamba": "kvrack-mamba",
+    "encoder-decoder": "kvrack-encoder-decoder",
+}
+"""Names of the project's own backends and what to install for each, for error texts."""
+
+QUANTIZED = "quantized"
+QUANTIZED_BACKENDS = ("quanto", "hqq", "fp8")
+ALIASES: dict[str, str] = {QUANTIZED: "the backend that its key `backend` names (default quanto)"}
+"""Names that resolve to another backend, with a line on what they mean."""
+
+
+def resolve_alias(name: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the backend a name stands for, and its config without the alias's own keys.
+
+    A name that is no alias comes back unchanged. Raises InvalidConfig when `backend` names none
+    of the quantizing backends.
+    """
+    remaining = dict(config)
+    if name != QUANTIZED:
+        return name, remaining
+    backend = remaining.pop("backend", QUANTIZED_BACKENDS[0])
+    if backend not in QUANTIZED_BACKENDS:
+        raise InvalidConfig(name, [f"backend: expected one of {listed(QUANTIZED_BACKENDS)}, got {backend!r}"])
+    return backend, remaining
+
+
+Config = TypeVar("Config", bound=BackendConfig)
+
+
+def validate_config(name: str, config_class: type[Config], given: Mapping[str, Any]) -> Config:
+    """Return the validated config of backend `name`.
+
+    Raises InvalidConfig with every problem in one line: for an unknown key the valid keys and the
+    closest one, for a value what was expected and what was given.
+    """
+    unnamed = [key for key in given if not isinstance(key, str)]
+    if unnamed:
+        raise InvalidConfig(name, [f"keys must be strings, got {unnamed[0]!r}"])
+    try:
+        return config_class.model_validate(dict(given))
+    except ValidationError as error:
+        problems = [_problem(detail, sorted(config_class.model_fields)) for detail in error.errors()]
+        raise InvalidConfig(name, problems) from None
+
+
+def _problem(detail: Any, valid_keys: list[str]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        text = f"unknown key {key!r}. Valid keys: {listed(valid_keys)}."
+        match = closest(key, valid_keys)
+        return f"{text} Did you mean {match!r}?" if match else text
+    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    return f"{key}: {message}, got {detail['input']!r}" if key else message

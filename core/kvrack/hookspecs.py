@@ -1,0 +1,39 @@
+"""The pluggy hooks a plugin may implement, and the marker it does so with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from kvrack.backend import Backend
+
+if TYPE_CHECKING:
+    import click
+
+PROJECT = "kvrack"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def kvrack_backend(name: str) -> Backend | None:
+    """Return the backend of this name.
+
+    Entry-point group ``kvrack``; the entry point's name is the backend's. The module that
+    implements it must import neither torch nor the library it wraps.
+
+    Args:
+        name: the entry point's name, for a module that serves several.
+    """
+
+
+@hookspec
+def kvrack_command(name: str) -> click.Command | None:
+    """Return the subcommand of this name for the command line.
+
+    Entry-point group ``kvrack.commands``; the entry point's name is the subcommand's.
+
+    Args:
+        name: the entry point's name, for a module that serves several.
+    """

@@ -1,0 +1,111 @@
+"""What a model needs remembered, layer by layer, in kvrack's own words.
+
+A bridge (such as kvrack-transformers) writes a `ModelSpec` from a framework's config; backends
+read nothing else about the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+AttentionKind = Literal["full", "sliding", "chunked"]
+ATTENTION_KINDS: tuple[AttentionKind, ...] = ("full", "sliding", "chunked")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer of a model must remember.
+
+    A layer with attention keeps keys and values; one with states keeps fixed-size states (Mamba,
+    linear attention, convolutions); a hybrid layer keeps both; one with neither keeps nothing (it
+    reads another layer's keys and values, or has no attention at all).
+
+    Attributes:
+        attention: how the layer attends, None when it keeps no keys and values.
+        window: tokens a query attends, itself included: the window of "sliding", the chunk size
+            of "chunked". None for "full".
+        kv_heads: key-value heads, None when only the first update will tell.
+        key_head_dim: channels of a key, None when only the first update will tell.
+        value_head_dim: channels of a value, which may differ from a key's (multi-head latent
+            attention). None when only the first update will tell.
+        states: how many states of each kind (convolution, recurrent) the layer keeps.
+        read_by_others: other layers read this one's returned tensors in the same step (KV
+            sharing), so they stay valid to the end of the step.
+    """
+
+    attention: AttentionKind | None = "full"
+    window: int | None = None
+    kv_heads: int | None = None
+    key_head_dim: int | None = None
+    value_head_dim: int | None = None
+    states: int = 0
+    read_by_others: bool = False
+
+    def __post_init__(self) -> None:
+        if self.attention is not None and self.attention not in ATTENTION_KINDS:
+            raise ValueError(
+                f"LayerSpec.attention: expected one of {', '.join(ATTENTION_KINDS)} or None, got {self.attention!r}"
+            )
+        windowed = self.attention in ("sliding", "chunked")
+        if windowed and (self.window is None or self.window < 1):
+            raise ValueError(
+                f"LayerSpec.window: a {self.attention} layer needs a window of 1 or more, got {self.window}"
+            )
+        if not windowed and self.window is not None:
+            raise ValueError(f"LayerSpec.window: only sliding and chunked layers have one, got {self.window}")
+        if self.states < 0:
+            raise ValueError(f"LayerSpec.states: expected 0 or more, got {self.states}")
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether the layer keeps neither keys and values nor states."""
+        return self.attention is None and self.states == 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a whole model must remember.
+
+    Attributes:
+        layers: one spec per layer, in order.
+        further: spec of layers past the listed ones, created when first updated; None when
+            `layers` is the whole model.
+        cross_layers: the cross-attention layers of an encoder-decoder model, empty elsewhere.
+        max_length: longest sequence the model was made for, None when unknown.
+        name: the model's own name, for messages; it never decides anything.
+    """
+
+    layers: tuple[LayerSpec, ...] = ()
+    further: LayerSpec | None = None
+    cross_layers: tuple[LayerSpec, ...] = ()
+    max_length: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers and self.further is None:
+            raise ValueError("ModelSpec: no layers. List them in `layers`, or give `further` to create them on demand")
+
+    @classmethod
+    def uniform(cls, count: int, layer: LayerSpec | None = None) -> ModelSpec:
+        """Return the spec of `count` equal layers."""
+        return cls(layers=(layer or LayerSpec(),) * count)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model has cross-attention layers."""
+        return bool(self.cross_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON-able data that `from_dict` turns back into an equal spec."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ModelSpec:
+        """Return the spec that `to_dict` wrote. Raises TypeError or ValueError on anything else."""
+        fields = dict(data)
+        fields["layers"] = tuple(LayerSpec(**layer) for layer in fields.get("layers", ()))
+        fields["cross_layers"] = tuple(LayerSpec(**layer) for layer in fields.get("cross_layers", ()))
+        further = fields.get("further")
+        fields["further"] = LayerSpec(**further) if further is not None else None
+        return cls(**fields)
