@@ -12,7 +12,7 @@ from kvrack.backend import Capabilities
 from kvrack_spec.plugin import REPORTER
 from kvrack_spec.result import QUALITIES
 from kvrack_spec.session import DECLINED, Conformance
-from kvrack_spec.subject import KINDS, PROMISE_OF_KIND, Subject
+from kvrack_spec.subject import KINDS, PROMISE_OF_KIND, QUICK_SHAPES, SHAPES, Subject
 
 def _conformance(config: pytest.Config) -> Conformance:
     found: Conformance | None = config.pluginmanager.get_plugin(REPORTER)
@@ -31,6 +31,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("windowed", [kind for kind in KINDS if kind in PROMISE_OF_KIND])
 
 
+    if "any_shape" in metafunc.fixturenames:
+        metafunc.parametrize("any_shape", QUICK_SHAPES if conformance.quick else SHAPES, ids=str)
     if "declined" in metafunc.fixturenames:
         metafunc.parametrize("declined", list(_declined(conformance.subject())) or _none("nothing is declined"))
     if "inner" in metafunc.fixturenames:

@@ -11,13 +11,6 @@ from kvrack_spec.expect import expect, expect_equal
 from kvrack_spec.oracle import Oracle
 from kvrack_spec.subject import DTYPES, Shape, Subject
 
-SHAPES = [
-    Shape(batch, heads, head_dim, head_dim, dtype)
-    for dtype in DTYPES
-    for batch in (1, 3)
-    for heads in (1, 3)
-    for head_dim in (16, 64)
-]
 PATTERNS = [(1,) * 9, (2, 1, 1), (55, *[1] * 90)]
 INPUTS = ("random", "one channel at 30x")
 
@@ -60,20 +53,18 @@ def _expect_values(subject: Subject, kind: str, shape: Shape, pattern: tuple[int
 @pytest.mark.rule("F1", "B4")
 @pytest.mark.capability("lossless")
 @pytest.mark.parametrize("what", INPUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_lossless_is_bit_identical(subject: Subject, kind: str, shape: Shape, what: str) -> None:
+def test_lossless_is_bit_identical(subject: Subject, kind: str, any_shape: Shape, what: str) -> None:
     for pattern in PATTERNS:
-        _expect_values(subject, kind, shape, pattern, what)
+        _expect_values(subject, kind, any_shape, pattern, what)
 
 
 @pytest.mark.rule("F2")
 @pytest.mark.parametrize("what", INPUTS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_lossy_is_within_its_bound(subject: Subject, kind: str, shape: Shape, what: str) -> None:
+def test_lossy_is_within_its_bound(subject: Subject, kind: str, any_shape: Shape, what: str) -> None:
     if subject.capabilities(kind).lossless:
         pytest.skip("lossless is promised: F1 says more")
     for pattern in PATTERNS:
-        _expect_values(subject, kind, shape, pattern, what)
+        _expect_values(subject, kind, any_shape, pattern, what)
 
 
 @pytest.mark.rule("F3")

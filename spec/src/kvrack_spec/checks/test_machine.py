@@ -36,6 +36,9 @@ SETTINGS = settings(
 )
 
 
+QUICK = settings(SETTINGS, max_examples=12, phases=(Phase.generate,))
+
+
 class CacheMachine(RuleBasedStateMachine):
     """One layer, and the oracle beside it. `trace` is the sequence so far, for the report."""
 
@@ -168,4 +171,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.rule("L29")
 def test_any_sequence_is_as_on_a_concatenation(subject: Subject, kind: str) -> None:
-    run_state_machine_as_test(lambda: CacheMachine(subject, kind), settings=SETTINGS)
+    run_state_machine_as_test(lambda: CacheMachine(subject, kind), settings=QUICK if subject.quick else SETTINGS)
