@@ -270,7 +270,7 @@ def test_cache_folder_is_the_users_own_by_default(monkeypatch: pytest.MonkeyPatc
     assert models.cache_folder() == Path(platformdirs.user_cache_dir("kvrack", appauthor=False)) / "models"
 
 
-@pytest.mark.parametrize("library", ["gguf", "platformdirs"])
+@pytest.mark.parametrize("library", models.GGUF_LIBRARIES)
 def test_gguf_without_the_extra(library: str, gguf_file: Path, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == library else real(name))

@@ -126,9 +126,9 @@ def generate(
     cache holds. Without PROMPT, it is read from --prompt-file or from standard input.
     """
     text = _prompt(prompt, prompt_file)
-    names, left_out = _names(caches, settings)
     source = find_model(model)
     with _activity("Starting"):
+        names, left_out = _names(caches, settings)
         target = _device(device)
     loaded = load_model(source, target, _activity)
     inputs = _tokens(loaded, text)
