@@ -106,6 +106,7 @@ class BufferedLayer(AttentionLayer):
 
     def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
         if storage:
+            check_pair(storage["keys"], storage["values"])
             self._keys.restore(storage["keys"])
             self._values.restore(storage["values"])
         else:
