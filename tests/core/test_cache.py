@@ -36,9 +36,7 @@ def feed(cache: kvrack.Cache, new: int, seed: int = 0, batch: int = 2) -> None:
 
 
 def held(cache: kvrack.Cache) -> list[tuple[dict[str, torch.Tensor], dict[str, int]]]:
-    return [
-        ({name: tensor.clone() for name, tensor in layer.storage().items()}, layer.metadata()) for layer in cache
-    ]
+    return [({name: tensor.clone() for name, tensor in layer.storage().items()}, layer.metadata()) for layer in cache]
 
 
 def assert_same(left, right) -> None:
