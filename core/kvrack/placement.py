@@ -18,9 +18,11 @@ class Placement:
         """Return an uninitialised tensor, owned by the caller.
 
         It is an ordinary tensor even when asked for under `torch.inference_mode`, since an
-        inference tensor could not be written again outside it.
+        inference tensor could not be written again outside it; not so where torch.compile traced
+        the call.
         """
-        if torch.is_inference_mode_enabled():
+        # The mode cannot be asked for, nor left, while torch.compile traces.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return torch.empty(tuple(shape), dtype=dtype, device=device)
         return torch.empty(tuple(shape), dtype=dtype, device=device)
