@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvrack_dynamic.layer import DynamicConfig, DynamicLayer
 
 import kvrack
 from kvrack import BuildContext, LayerSpec, ModelSpec
+from kvrack_dynamic.layer import DynamicConfig, DynamicLayer
 
 KINDS = {
     "full": LayerSpec(),
