@@ -106,13 +106,14 @@ class BufferedLayer(AttentionLayer):
 
     def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
         if storage:
-            check_pair(storage["keys"], storage["values"])
             self._keys.restore(storage["keys"])
             self._values.restore(storage["values"])
         else:
             self.reset()
         self._seen = metadata["seen"]
         self.record_past = bool(metadata["record_past"])
+        if len(self._keys) != len(self._values):
+            raise ShapeMismatch(f"expected as many values as keys, got {len(self._keys)} and {len(self._values)}")
 
     @property
     def keys(self) -> torch.Tensor | None:

@@ -79,6 +79,16 @@ def validate_config(name: str, config_class: type[Config], given: Mapping[str, A
         raise InvalidConfig(name, problems) from None
 
 
+def _keys_within(config_class: type[BaseModel], path: list[str]) -> list[str]:
+    """Return the keys of the config that `path` leads to from `config_class`."""
+    for part in path:
+        nested = config_class.model_fields[part].annotation
+        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+            return []
+        config_class = nested
+    return list(config_class.model_fields)
+
+
 def _problem(detail: Any, config_class: type[BaseModel], alias_keys: list[str]) -> str:
     path = [str(part) for part in detail["loc"]]
     key = ".".join(path)
@@ -89,13 +99,3 @@ def _problem(detail: Any, config_class: type[BaseModel], alias_keys: list[str]) 
         return f"{text} Did you mean {match!r}?" if match else text
     message = detail["msg"][:1].lower() + detail["msg"][1:]
     return f"{key}: {message}, got {detail['input']!r}" if key else message
-
-
-def _keys_within(config_class: type[BaseModel], path: list[str]) -> list[str]:
-    """Return the keys of the config that `path` leads to from `config_class`."""
-    for part in path:
-        nested = config_class.model_fields[part].annotation
-        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
-            return []
-        config_class = nested
-    return list(config_class.model_fields)

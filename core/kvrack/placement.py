@@ -18,10 +18,9 @@ class Placement:
         """Return an uninitialised tensor, owned by the caller.
 
         It is an ordinary tensor even when asked for under `torch.inference_mode`, since an
-        inference tensor could not be written again outside it; not so where torch.compile traced
-        the call.
+        inference tensor could not be written again outside it.
         """
-        # The mode cannot be asked for, nor left, while torch.compile traces.
+        # Dynamo can't trace the question; it makes ordinary tensors.
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 return torch.empty(tuple(shape), dtype=dtype, device=device)
