@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +47,12 @@ class Capabilities:
     stable_address: bool = _promise("its tensors keep their address from the first allocation on")
     lossless: bool = _promise("returns bit-identical tensors to plain concatenation")
     relative_error: float = 0.0
-    """Bound on |returned - given| relative to the largest magnitude in the same batch row, head and
-    update; 0.0 where `lossless`."""
+    """Bound on |returned - given| relative to the largest magnitude in the same batch row and head,
+    among the tokens of the same update and those less than `block_tokens` positions away; 0.0 where
+    `lossless`. A crop that cuts an encoded block has what is left of it encoded again, which may add
+    the bound once more."""
+    block_tokens: int = 1
+    """Tokens that are encoded together."""
 
     def __post_init__(self) -> None:
         if self.lossless and self.relative_error != 0.0:
@@ -89,6 +93,8 @@ class Backend:
         summary: one line, shown by ``kvrack backends``.
         layer: ``"module:callable"``, called as ``callable(spec, config, context)`` for each layer
             of a model that attends or keeps states; returns a `CacheLayer`. Imported when built.
+        codec: instead of `layer`, ``"module:class"`` of the `Codec` subclass that encodes the keys
+            and values of an `EncodedLayer`. Imported when built.
         config: ``"module:class"`` of the `BackendConfig` subclass that validates `cache_config`.
         requires: requirements the layer's module needs, as pip takes them (``"hqq>=0.2"``);
             checked when the name is resolved.
@@ -96,9 +102,15 @@ class Backend:
 
     name: str
     summary: str
-    layer: str
+    layer: str | None = None
+    codec: str | None = None
     config: str = "kvrack.config:BackendConfig"
     requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.layer is None) == (self.codec is None):
+            given = "neither" if self.layer is None else "both"
+            raise InvalidPlugin(self.name, "its Backend", f"expected exactly one of layer= and codec=, got {given}")
 
     def config_class(self) -> type[BackendConfig]:
         """Return the config class. Raises InvalidPlugin when it is not a `BackendConfig`."""
@@ -113,16 +125,31 @@ class Backend:
         """Return a new, empty layer. Nothing is allocated.
 
         Raises UnsupportedOperation when the backend refuses this kind of layer, InvalidPlugin when
-        the builder swallows arguments or returns something else than a layer.
+        the builder swallows arguments or returns something else than a layer, or when `codec` names
+        no codec.
         """
         from kvrack.layer import CacheLayer
 
-        builder = import_object(self.layer)
-        if swallowed := swallows_arguments(builder):
-            raise InvalidPlugin(
-                self.name, self.layer, f"its builder swallows arguments ({swallowed}); name spec, config and context"
-            )
+        if self.codec is not None:
+            return self._build_encoded(self.codec, spec, config, context)
+        assert self.layer is not None
+        builder = self._explicit(self.layer, "builder", "name spec, config and context")
         layer = builder(spec, config, context)
         if not isinstance(layer, CacheLayer):
             raise InvalidPlugin(self.name, self.layer, f"its builder returned {type(layer).__name__}, not a CacheLayer")
         return layer
+
+    def _build_encoded(self, path: str, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
+        from kvrack.codec import Codec
+        from kvrack.encoded import EncodedLayer
+
+        codec = self._explicit(path, "constructor", "name config and role")
+        if not (isinstance(codec, type) and issubclass(codec, Codec)):
+            raise InvalidPlugin(self.name, path, "its codec must be a subclass of kvrack.codec.Codec")
+        return EncodedLayer(spec, config, replace(context, codec=codec))
+
+    def _explicit(self, path: str, what: str, remedy: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = import_object(path)
+        if swallowed := swallows_arguments(found):
+            raise InvalidPlugin(self.name, path, f"its {what} swallows arguments ({swallowed}); {remedy}")
+        return found
