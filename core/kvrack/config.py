@@ -6,7 +6,8 @@ same `cache_config` can be passed twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -86,3 +87,21 @@ def _problem(detail: Any, valid_keys: list[str]) -> str:
         return f"{text} Did you mean {match!r}?" if match else text
     message = detail["msg"][:1].lower() + detail["msg"][1:]
     return f"{key}: {message}, got {detail['input']!r}" if key else message
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, object]:
+    """Return the config that ``["key=value", ...]`` writes, as ``--set`` takes it on the command line.
+
+    A value is read as JSON where it parses, else as a string. Raises InvalidConfig for a pair
+    without a key or an ``=``.
+    """
+    settings: dict[str, object] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise InvalidConfig("--set", [f"expected key=value, got {pair!r}"])
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings
