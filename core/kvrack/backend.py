@@ -47,12 +47,9 @@ class Capabilities:
     stable_address: bool = _promise("its tensors keep their address from the first allocation on")
     lossless: bool = _promise("returns bit-identical tensors to plain concatenation")
     relative_error: float = 0.0
-    """Bound on |returned - given| relative to the largest magnitude in the same batch row and head,
-    among the tokens of the same update and those less than `block_tokens` positions away; 0.0 where
-    `lossless`. A crop that cuts an encoded block has what is left of it encoded again, which may add
-    the bound once more."""
-    block_tokens: int = 1
-    """Tokens that are encoded together."""
+    """Bound on |returned - given| relative to the largest magnitude given so far in the same batch
+    row and head; 0.0 where `lossless`. A token that a crop cut out of its encoded block is encoded
+    again, which may add the bound once more."""
 
     def __post_init__(self) -> None:
         if self.lossless and self.relative_error != 0.0:

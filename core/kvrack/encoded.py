@@ -45,5 +45,4 @@ class EncodedLayer(BufferedLayer):
             offloads=True,
             lossless=error == 0.0,
             relative_error=error,
-            block_tokens=max(codec.block_tokens for codec in self._codecs),
         )
