@@ -32,6 +32,7 @@ def pytest_arguments(
     json_path: str | None = None,
     expected_failures: str | None = None,
     keyword: str | None = None,
+    quick: bool = False,
 ) -> list[str]:
     """Return pytest's arguments for a run of the suite that no configuration around it can change."""
     arguments = [str(HERE / "checks"), "-c", str(HERE / "conform.ini"), "--rootdir", str(HERE)]
@@ -43,6 +44,8 @@ def pytest_arguments(
         arguments.append(f"--kvrack-json={Path(json_path).resolve()}")
     if expected_failures is not None:
         arguments.append(f"--kvrack-expected-failures={Path(expected_failures).resolve()}")
+    if quick:
+        arguments.append("--kvrack-quick")
     if keyword is not None:
         arguments += ["-k", keyword]
     return arguments
@@ -65,6 +68,7 @@ def run_conformance(arguments: list[str]) -> tuple[int, Result | None]:
     type=click.Path(dir_okay=False),
     help="Checks known to fail, one a line: 'test_crop.py::test_name  # reason'.",
 )
+@click.option("--quick", is_flag=True, help="The same checks with fewer shapes and shorter random sequences.")
 @click.option("-k", "keyword", metavar="EXPR", help="Run only the checks that match, as pytest's -k.")
 @click.pass_context
 def conform(
@@ -75,6 +79,7 @@ def conform(
     json_path: str | None,
     expected_failures: str | None,
     keyword: str | None,
+    quick: bool,
 ) -> None:
     """Say whether the backend NAME keeps the contract, rule by rule.
 
@@ -85,7 +90,7 @@ def conform(
     except KvrackError as error:
         click.echo(f"error: {error}", err=True)
         context.exit(2)
-    arguments = pytest_arguments(name, settings, devices, json_path, expected_failures, keyword)
+    arguments = pytest_arguments(name, settings, devices, json_path, expected_failures, keyword, quick)
     code, result = run_conformance(arguments)
     context.exit(0 if code == 0 and result is not None and result.conforms else 1)
 

@@ -40,8 +40,10 @@ class Oracle:
         return self.keys[:, :, self.length - count :], self.values[:, :, self.length - count :]
 
     def crop(self, tokens: int) -> None:
-        self.length = max(0, self.length + tokens)
-        self.keys, self.values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        kept = max(0, self.length + tokens)
+        if kept:
+            self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+        self.length = kept
 
     def pick_rows(self, rows: torch.Tensor) -> None:
         """Keep the rows of these indices, in this order: reorder, repeat and select at once."""

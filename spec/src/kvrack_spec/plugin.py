@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DEVICE",
         help="device to test on; default: the CPU and the accelerator that torch finds",
     )
+    group.addoption(
+        "--kvrack-quick", action="store_true", help="the same checks with fewer shapes and shorter random sequences"
+    )
     group.addoption("--kvrack-json", metavar="FILE", help="write the result as JSON")
     group.addoption(
         "--kvrack-expected-failures",

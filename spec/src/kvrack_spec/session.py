@@ -68,8 +68,11 @@ class Conformance:
         expected: lines of expected failures.
     """
 
-    def __init__(self, result: Result, expected: list[ExpectedFailure], json_path: str | None) -> None:
+    def __init__(
+        self, result: Result, expected: list[ExpectedFailure], json_path: str | None, quick: bool = False
+    ) -> None:
         self.result = result
+        self.quick = quick
         self.expected = expected
         self.json_path = json_path
 
@@ -80,11 +83,12 @@ class Conformance:
         result = open_backend(config.getoption("--kvrack-backend"), settings)
         result.devices = tuple(config.getoption("--kvrack-device")) or available_devices()
         path = config.getoption("--kvrack-expected-failures")
-        return cls(result, read_expected_failures(path) if path else [], config.getoption("--kvrack-json"))
+        expected = read_expected_failures(path) if path else []
+        return cls(result, expected, config.getoption("--kvrack-json"), config.getoption("--kvrack-quick"))
 
     def subject(self, device: str = "cpu") -> Subject:
         """Return the backend under test on `device`."""
-        return Subject(self.result.backend, self.result.settings, device)
+        return Subject(self.result.backend, self.result.settings, device, self.quick)
 
     # --- pytest's hooks -------------------------------------------------------------------------
 
@@ -120,8 +124,11 @@ class Conformance:
         for line in self.expected:
             if not ran.intersection(line.matched) and not (result.selected and line.matched):
                 result.problems.append(f"stale expected failure, no check of this name ran: {line.check}")
-        if not result.of("passed") and not result.of("failed"):
+        if not ran:
             result.problems.append("no check was run")
+        elif not result.selected:
+            unproved = [promise for promise, standing in result.standings().items() if standing == "not run"]
+            result.problems += [f"{promise} was not checked" for promise in unproved]
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.OK if result.conforms else pytest.ExitCode.TESTS_FAILED
         elif session.exitstatus != pytest.ExitCode.TESTS_FAILED:

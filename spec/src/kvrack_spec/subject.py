@@ -45,13 +45,28 @@ class Shape:
         return f"{self.batch}x{self.heads}x{self.key_dim}+{self.value_dim}-{dtype}"
 
 
+SHAPES = tuple(
+    Shape(batch, heads, head_dim, head_dim, dtype)
+    for dtype in DTYPES
+    for batch in (1, 3)
+    for heads in (1, 3)
+    for head_dim in (16, 64)
+)
+QUICK_SHAPES = (Shape(1, 1), Shape(3, 3, 64, 64, torch.bfloat16), Shape(3, 1, dtype=torch.float16))
+"""What stands for `SHAPES` in a quick run."""
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A backend by name, the settings it is tested with, and the device its states are on."""
+    """A backend by name, the settings it is tested with, and the device its states are on.
+
+    `quick` asks for fewer shapes and shorter random sequences, in the same checks.
+    """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
+    quick: bool = False
 
     def cache(self, *specs: LayerSpec, max_length: int | None = CAPACITY, **fields: Any) -> kvrack.Cache:
         """Return a new cache of these layers (one full layer without any), through the real entry point."""

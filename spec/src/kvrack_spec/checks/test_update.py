@@ -10,27 +10,19 @@ import torch
 import kvrack
 from kvrack_spec.compare import Unchanged, expect_close, expect_same, same_bits, see, tolerance
 from kvrack_spec.expect import broken, expect, expect_equal
-from kvrack_spec.subject import DTYPES, Shape, Subject
+from kvrack_spec.subject import Shape, Subject
 from kvrack_spec.tags import read_tags, tagged, tokens_seen
 
-SHAPES = [
-    Shape(batch, heads, head_dim, head_dim, dtype)
-    for dtype in DTYPES
-    for batch in (1, 3)
-    for heads in (1, 3)
-    for head_dim in (16, 64)
-]
 UNEQUAL = [Shape(2, 2, 24, 16), Shape(2, 2, 16, 64, torch.bfloat16), Shape(1, 1, 192, 128)]
 SINGLES = [(1,) * 12, (2, 1, 1), (55, 1, 1, 1)]
 CHUNKS = [(1, 2, 55, 1), (2, 2, 2), (55, 55, 2, 1), (1, 55)]
 
 
 @pytest.mark.rule("L2")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_comes_back_has_the_form_of_what_was_given(subject: Subject, kind: str, shape: Shape) -> None:
+def test_what_comes_back_has_the_form_of_what_was_given(subject: Subject, kind: str, any_shape: Shape) -> None:
     layer = subject.layer(kind)
     for new in (5, 1, 1):
-        keys, values = subject.states(new, shape)
+        keys, values = subject.states(new, any_shape)
         for given, returned, what in zip((keys, values), layer.update(keys, values), ("keys", "values"), strict=True):
             expect_equal(returned.dtype, given.dtype, f"dtype of returned {what}")
             expect_equal(returned.device, given.device, f"device of returned {what}")
@@ -61,9 +53,10 @@ def _expect_all_tokens(subject: Subject, kind: str, shape: Shape, pattern: tuple
 
 @pytest.mark.rule("L3")
 @pytest.mark.parametrize("pattern", SINGLES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_token_comes_back_in_order(subject: Subject, kind: str, shape: Shape, pattern: tuple[int, ...]) -> None:
-    _expect_all_tokens(subject, kind, shape, pattern)
+def test_every_token_comes_back_in_order(
+    subject: Subject, kind: str, any_shape: Shape, pattern: tuple[int, ...]
+) -> None:
+    _expect_all_tokens(subject, kind, any_shape, pattern)
 
 
 @pytest.mark.rule("L33", "B4")
