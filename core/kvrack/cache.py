@@ -17,16 +17,13 @@ from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, a
 from kvrack.model import LayerSpec, ModelSpec
 from kvrack.registry import Resolved, resolve
 
-SHARED = -1
-"""The layer index of memory that all layers share."""
-
 
 @dataclass(frozen=True)
 class MemoryRow:
     """Bytes that one role of one layer takes on one device.
 
     Attributes:
-        layer: index of the layer, `SHARED` for what they share.
+        layer: index of the layer; what several share is the first's.
         role: what the bytes are: keys, values, or their codes, scales, tail; states; scratch.
         device: where they are.
         nbytes: bytes allocated, room for further tokens included.
@@ -227,8 +224,9 @@ class Cache:
         named = {(i, name): tensor for i, layer in enumerate(self.layers) for name, tensor in layer.storage().items()}
         sizes = allocations({f"{i}.{name}": tensor for (i, name), tensor in named.items()})
         rows = [MemoryRow(i, name, str(tensor.device), sizes[f"{i}.{name}"]) for (i, name), tensor in named.items()]
+        first = rows[0].layer if rows else 0
         scratch = self._context.scratch.tensors().values()
-        return rows + [MemoryRow(SHARED, "scratch", str(tensor.device), tensor.nbytes) for tensor in scratch]
+        return rows + [MemoryRow(first, "scratch", str(tensor.device), tensor.nbytes) for tensor in scratch]
 
     def twin(self) -> Cache:
         """Return a new, empty cache, built as this one was."""

@@ -388,7 +388,7 @@ class TestScratch:
             for layer in range(4):
                 cache.update(states(count), states(count), layer)
         scratch = [row for row in cache.memory() if row.role == "scratch"]
-        assert [row.layer for row in scratch] == [-1, -1]
+        assert [row.layer for row in scratch] == [0, 0]
         assert sum(row.nbytes for row in scratch) <= 2 * 101 * 2 * 3 * 16 * 4 * 1.26
         assert cache.nbytes == sum(layer.nbytes for layer in cache) + sum(row.nbytes for row in scratch)
         cache.reset()

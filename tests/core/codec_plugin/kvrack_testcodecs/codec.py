@@ -12,7 +12,8 @@ BLOCK = 32
 
 class Int8Codec(Codec):
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-8) / 127
+        # In float32: a scale rounded to bfloat16 lets 127 become 128, which int8 wraps to -128.
+        scale = states.abs().amax(-1, keepdim=True).float().clamp_min(1e-30) / 127
         return {"codes": (states / scale).round().to(torch.int8), "scale": scale}
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
