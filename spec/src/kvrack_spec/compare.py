@@ -120,7 +120,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of any dtype are equal bit for bit, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def _order(seen: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

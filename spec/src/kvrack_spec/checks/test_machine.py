@@ -36,7 +36,7 @@ SETTINGS = settings(
 )
 
 
-QUICK = settings(SETTINGS, max_examples=12, phases=(Phase.generate,))
+QUICK = settings(SETTINGS, max_examples=10, phases=(Phase.generate,))
 
 
 class CacheMachine(RuleBasedStateMachine):
