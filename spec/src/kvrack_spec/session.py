@@ -156,7 +156,7 @@ def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
     for each in sets.values():
         last, count = len(each) - 1, min(QUICK, len(each))
         kept.update(each[round(i * last / max(1, count - 1))].nodeid for i in range(count))
-    return [item for item in items if not _is_check(item) or item.nodeid in kept]
+    return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
 
 
 def _is_check(item: pytest.Item) -> bool:
