@@ -50,12 +50,19 @@ class Capabilities:
     """Bound on |returned - given| relative to the largest magnitude given so far in the same batch
     row and head; 0.0 where `lossless`. A token that a crop cut out of its encoded block is encoded
     again, which may add the bound once more."""
+    window: int | None = None
+    """Tokens that a query of a *full* layer attends at most, itself included, besides the first
+    `sinks`; None where every token stays visible. A sliding layer's window is the model's."""
+    sinks: int = 0
+    """Tokens from the start of the sequence that stay visible besides the window."""
 
     def __post_init__(self) -> None:
         if self.lossless and self.relative_error != 0.0:
             raise ValueError(
                 f"Capabilities: lossless, yet relative_error is {self.relative_error}; declare one of them"
             )
+        if self.sinks and self.window is None:
+            raise ValueError(f"Capabilities: sinks is {self.sinks}, yet every token stays visible; declare the window")
         if not self.lossless and not self.relative_error > 0.0:
             raise ValueError("Capabilities: not lossless, so relative_error must say its bound (above 0)")
 
