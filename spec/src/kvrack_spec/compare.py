@@ -8,7 +8,7 @@ import torch
 
 from kvrack.layer import AttentionLayer
 from kvrack_spec.expect import broken, expect, expect_equal
-from kvrack_spec.oracle import TOKENS
+from kvrack_spec.oracle import TOKENS, Oracle
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def see(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> Seen
         returned_keys, returned_values = returned_keys[:, :, used], returned_values[:, :, used]
     # A layer may write into what it returned at its next update (L11): what is compared later is copied.
     return Seen(returned_keys.detach().clone(), returned_values.detach().clone(), length, any_order)
+
+
+def oracle_of(layer: AttentionLayer) -> Oracle:
+    """Return the oracle of a layer: of the model's window, or of the one that a full layer declares."""
+    window = layer.spec.window if layer.is_sliding else layer.capabilities.window
+    return Oracle(window, layer.capabilities.sinks)
 
 
 def tolerance(layer: AttentionLayer, dtype: torch.dtype, times: float = 1.0) -> float:

@@ -21,9 +21,8 @@ from hypothesis.stateful import (
 
 import kvrack
 from kvrack.layer import AttentionLayer
-from kvrack_spec.compare import Unchanged, expect_matching, see, tolerance
+from kvrack_spec.compare import Unchanged, expect_matching, oracle_of, see, tolerance
 from kvrack_spec.expect import Broken, expect_equal
-from kvrack_spec.oracle import Oracle
 from kvrack_spec.subject import Shape, Subject
 
 Answer = TypeVar("Answer")
@@ -55,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.subject = subject
         self.kind = kind
         self.layer: AttentionLayer = subject.layer(kind)
-        self.oracle = Oracle(self.layer.spec.window)
+        self.oracle = oracle_of(self.layer)
         self.promised = self.layer.capabilities
         self.batch = 2
         self.given = 0

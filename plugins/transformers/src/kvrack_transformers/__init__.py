@@ -1,0 +1,47 @@
+"""kvrack-transformers: kvrack's backends in Hugging Face transformers.
+
+    import kvrack_transformers as kt
+
+    kt.enable()
+    model.generate(**inputs, cache_implementation="dynamic", cache_config={"growth": 1.25})
+
+Importing it imports neither torch nor transformers; what needs them is imported when asked for.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrack_transformers.cache import TransformersCache, create_cache
+    from kvrack_transformers.enabling import disable, enable, is_enabled
+    from kvrack_transformers.reading import UnknownLayerType, model_spec
+
+__version__ = version("kvrack-transformers")
+
+_LATE = {
+    "TransformersCache": "kvrack_transformers.cache",
+    "UnknownLayerType": "kvrack_transformers.reading",
+    "create_cache": "kvrack_transformers.cache",
+    "disable": "kvrack_transformers.enabling",
+    "enable": "kvrack_transformers.enabling",
+    "is_enabled": "kvrack_transformers.enabling",
+    "model_spec": "kvrack_transformers.reading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module 'kvrack_transformers' has no attribute {name!r}")
+    return getattr(import_module(_LATE[name]), name)
+
+
+__all__ = [
+    "TransformersCache",
+    "UnknownLayerType",
+    "create_cache",
+    "disable",
+    "enable",
+    "is_enabled",
+    "model_spec",
+]

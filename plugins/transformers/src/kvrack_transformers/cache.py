@@ -1,0 +1,205 @@
+"""TransformersCache: a kvrack cache that transformers takes for one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache as HFCache
+
+import kvrack
+from kvrack.cache import MemoryRow
+from kvrack.layer import CacheLayer, EmptyLayer
+from kvrack_transformers import versions
+from kvrack_transformers.reading import model_spec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class TransformersCache(HFCache):
+    """A kvrack cache as `transformers.Cache`, to pass as ``past_key_values=`` (or ``cache=``).
+
+    It derives from transformers' class because models and masks ask `isinstance`; none of that
+    class's state is used. Everything is answered by the kvrack cache it owns.
+
+    Attributes:
+        rack: the kvrack cache.
+    """
+
+    # transformers' Cache sets these in its constructor, which is not called.
+    layer_class_to_replicate = None
+    offloading = False
+
+    def __init__(self, rack: kvrack.Cache) -> None:
+        self.rack = rack
+
+    def __repr__(self) -> str:
+        return f"Transformers{self.rack!r}"
+
+    # --- what models and masks ask --------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[CacheLayer]:  # type: ignore[override]
+        """The kvrack layers, in order."""
+        return self.rack.layers
+
+    def __len__(self) -> int:
+        return len(self.rack)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        """Yield keys, values and window of each layer, as transformers' own caches do."""
+        for layer in self.rack.layers:
+            window = layer.spec.window
+            yield (
+                getattr(layer, "keys", None),
+                getattr(layer, "values", None),
+                None if window is None else torch.tensor(window),
+            )
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        cache_kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Remember new tokens and return what attention must see; see `kvrack.AttentionLayer.update`.
+
+        `cache_kwargs` (rotary tables and positions, in early releases) and `kwargs` (the model's own
+        keywords, in late ones) say nothing that a kvrack layer needs.
+        """
+        return self.rack.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.rack.get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.rack.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.rack.get_mask_sizes(query_length, layer_idx)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.rack.get_max_length(layer_idx)
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """The name of `get_max_length` in releases before 5.13."""
+        return self.rack.get_max_length(layer_idx)
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.rack.get_max_length()
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.rack.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return self.rack.batch_size
+
+    @property
+    def is_compileable(self) -> bool:
+        return self.rack.is_compileable
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.rack.is_croppable
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.rack.is_initialized
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return self.rack.is_sliding
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [layer.spec.attention is None and layer.spec.states > 0 for layer in self.rack.layers]
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        return [isinstance(layer, EmptyLayer) for layer in self.rack.layers]
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return bool(getattr(self.rack.layers[layer_idx], "record_past", False))
+
+    # --- what generate does with it -------------------------------------------------------------
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.rack.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    def reset(self) -> None:
+        self.rack.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` tokens; in releases whose own crop takes the length to
+        keep, a positive number is that."""
+        self.rack.crop(versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length()))
+
+    def activate_past_recording(self) -> None:
+        self.rack.activate_past_recording()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.rack.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rack.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.rack.batch_select_indices(indices)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        if not (only_non_sliding and self.rack.layers[layer_idx].is_sliding):
+            self.rack.offload(layer_idx)
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        if not (only_non_sliding and self.rack.layers[layer_idx].is_sliding):
+            self.rack.prefetch(layer_idx)
+
+    # --- what a user asks -----------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory really held; see `kvrack.Cache.nbytes`."""
+        return self.rack.nbytes
+
+    def memory(self) -> list[MemoryRow]:
+        """Bytes by layer, role and device; see `kvrack.Cache.memory`."""
+        return self.rack.memory()
+
+    def fork(self) -> TransformersCache:
+        """Return an independent cache with the same state."""
+        return TransformersCache(self.rack.fork())
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``."""
+        self.rack.save(path)
+
+
+def create_cache(
+    model: PreTrainedModel | PreTrainedConfig, name: str, *, max_length: int | None = None, **config: Any
+) -> TransformersCache:
+    """Return a new, empty cache for `model`, to pass as ``past_key_values=`` (or ``cache=``).
+
+    Args:
+        model: the model, or its config.
+        name: a `cache_implementation` string.
+        max_length: tokens that prompt and answer will have together, None when unknown.
+        **config: the backend's keys, as in `cache_config`.
+
+    Raises what `kvrack.create_cache` raises, and UnknownLayerType.
+    """
+    return TransformersCache(kvrack.create_cache(name, model_spec(model), max_length, **config))

@@ -1,0 +1,155 @@
+"""enable() and disable(): every installed name in `generate` and `GenerationConfig`.
+
+Three places in transformers are replaced, and put back exactly: the tuple of accepted names, the
+validation that reads it, and the step of `generate` that builds the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import configuration_utils
+from transformers.generation.configuration_utils import GenerationMode
+
+import kvrack
+from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
+from kvrack.registry import installed
+from kvrack_transformers.cache import TransformersCache, create_cache
+from kvrack_transformers.versions import CACHE_ARGUMENT, VALIDATE_TAKES_USER_ATTRIBUTES
+
+logger = logging.getLogger("kvrack.transformers")
+
+PAGED = "paged"
+"""transformers' name for continuous batching, which never builds a cache here."""
+
+
+@dataclass(frozen=True)
+class _Originals:
+    """What transformers had before `enable`."""
+
+    names: tuple[str, ...]
+    validate: Callable[..., Any]
+    prepare: Callable[..., Any]
+
+
+_originals: _Originals | None = None
+_warned: set[str] = set()
+
+
+def is_enabled() -> bool:
+    """Return whether transformers accepts kvrack's names."""
+    return _originals is not None
+
+
+def enable() -> None:
+    """Make ``model.generate(cache_implementation=NAME, cache_config={...})`` and `GenerationConfig` accept
+    every installed name. Calling it again does nothing.
+
+    A name that both kvrack and transformers have means kvrack's. One that only transformers has
+    still means its own, with one warning where kvrack has a backend for it that isn't installed.
+    Without `cache_implementation`, generate does what it always did.
+    """
+    global _originals
+    if _originals is not None:
+        return
+    _originals = _Originals(
+        names=configuration_utils.ALL_CACHE_IMPLEMENTATIONS,
+        validate=GenerationConfig.validate,
+        prepare=GenerationMixin._prepare_cache_for_generation,
+    )
+    _replace(_validate, _prepare_cache_for_generation)
+
+
+def disable() -> None:
+    """Put transformers back as it was before `enable`. Caches already built stay usable."""
+    global _originals
+    if _originals is None:
+        return
+    _accept(_originals.names)
+    _replace(_originals.validate, _originals.prepare)
+    _originals = None
+
+
+def _replace(validate: Callable[..., Any], prepare: Callable[..., Any]) -> None:
+    GenerationConfig.validate = validate  # type: ignore[method-assign]
+    GenerationMixin._prepare_cache_for_generation = prepare  # type: ignore[method-assign]
+
+
+def _accept(names: tuple[str, ...]) -> None:
+    configuration_utils.ALL_CACHE_IMPLEMENTATIONS = names  # type: ignore[assignment]
+
+
+def _serves(name: str, config: Mapping[str, Any] | None) -> bool:
+    """Return whether kvrack answers to `name`; False where transformers' own cache does.
+
+    Raises UnknownBackend where neither does.
+    """
+    assert _originals is not None
+    target = name
+    if name in ALIASES and name not in installed():
+        target = dict(config or {}).get("backend", QUANTIZED_BACKENDS[0])
+    if target in installed():
+        return True
+    if name in _originals.names or name == PAGED:
+        if target in KNOWN_DISTRIBUTIONS and name not in _warned:
+            _warned.add(name)
+            logger.warning(
+                "cache_implementation=%r: transformers' own cache serves. For kvrack's: pip install %s",
+                name,
+                KNOWN_DISTRIBUTIONS[target],
+            )
+        return False
+    raise kvrack.UnknownBackend(name, list(installed()), KNOWN_DISTRIBUTIONS.get(name))
+
+
+def _validate(self: GenerationConfig, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+    """Validate as transformers does, and a kvrack name with its config as kvrack does."""
+    assert _originals is not None
+    name = self.cache_implementation
+    if name is not None and _serves(name, self.cache_config):
+        kvrack.resolve(name, self.cache_config)
+        if name not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS:
+            _accept((*configuration_utils.ALL_CACHE_IMPLEMENTATIONS, name))
+    if VALIDATE_TAKES_USER_ATTRIBUTES:
+        _originals.validate(self, strict=strict, user_set_attributes=user_set_attributes)
+    else:
+        _originals.validate(self, strict=strict)
+
+
+def _prepare_cache_for_generation(
+    self: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> bool | None:
+    """Build the kvrack cache that `cache_implementation` names; anything else is left to transformers."""
+    assert _originals is not None
+    name = generation_config.cache_implementation
+    given = model_kwargs.get(CACHE_ARGUMENT)
+    answer: bool | None = None
+    if (
+        name is None
+        or given is not None
+        or generation_config.use_cache is False
+        or not _serves(name, generation_config.cache_config)
+    ):
+        answer = _originals.prepare(
+            self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+    else:
+        asked = getattr(generation_config, "max_cache_len", None) or 0
+        model_kwargs[CACHE_ARGUMENT] = create_cache(
+            self, name, max_length=max(max_cache_length, asked), **dict(generation_config.cache_config or {})
+        )
+    cache = model_kwargs.get(CACHE_ARGUMENT)
+    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(generation_config, "is_assistant", False)
+    if drafts and isinstance(cache, TransformersCache):
+        # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
+        cache.activate_past_recording()
+    return answer

@@ -1,0 +1,150 @@
+"""A transformers config -> kvrack's ModelSpec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvrack import KvrackError, LayerSpec, ModelSpec
+from kvrack.model import AttentionKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+FULL = {"full_attention", "attention"}
+SLIDING = {"sliding_attention"}
+CHUNKED = {"chunked_attention"}
+STATES = {"linear_attention", "conv", "mamba"}
+HYBRID = {"hybrid"}
+HYBRID_SLIDING = {"hybrid_sliding"}
+NOTHING = {"moe", "mlp", "dummy"}
+KNOWN = FULL | SLIDING | CHUNKED | STATES | HYBRID | HYBRID_SLIDING | NOTHING
+
+
+class UnknownLayerType(KvrackError, ValueError):
+    """A model has a kind of layer whose memory kvrack doesn't know how to keep."""
+
+    def __init__(self, layer_type: str, index: int, model: str) -> None:
+        self.layer_type = layer_type
+        super().__init__(
+            f"layer {index} of {model} is of type {layer_type!r}, which kvrack doesn't know. "
+            f"Known types: {', '.join(sorted(KNOWN))}"
+        )
+
+
+def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec:
+    """Return what a model needs remembered, read from its config alone.
+
+    Args:
+        model_or_config: a model, or a config; of a composite one the text decoder's part is read.
+
+    Raises UnknownLayerType for a layer type that has no meaning in kvrack, ValueError for a config
+    that contradicts itself.
+    """
+    config: Any = getattr(model_or_config, "config", model_or_config)
+    decoder = config.get_text_config(decoder=True)
+    name = type(model_or_config).__name__ if config is not model_or_config else str(config.model_type)
+    per_layer = _per_layer_configs(decoder, _layer_count(config, decoder))
+    layers = tuple(
+        _layer_spec(layer_type, per_layer[index], index, name, sharing)
+        for index, (layer_type, sharing) in enumerate(
+            zip(_layer_types(decoder, per_layer), _sharing(decoder, len(per_layer)), strict=True)
+        )
+    )
+    cross: tuple[LayerSpec, ...] = ()
+    if getattr(config, "is_encoder_decoder", False):
+        cross = tuple(_attention_spec("full", None, 0, False, layer) for layer in per_layer)
+    return ModelSpec(
+        layers=layers,
+        cross_layers=cross,
+        max_length=getattr(decoder, "max_position_embeddings", None),
+        name=name,
+    )
+
+
+def _layer_count(config: Any, decoder: PreTrainedConfig) -> int:
+    # T5 and its kin count decoder layers apart, under a name that get_text_config passes over.
+    own = getattr(config, "num_decoder_layers", None) if getattr(config, "is_encoder_decoder", False) else None
+    return own if isinstance(own, int) else decoder.num_hidden_layers
+
+
+def _per_layer_configs(decoder: PreTrainedConfig, count: int) -> list[Any]:
+    # Releases before heterogeneous configs have one config for all layers.
+    per_layer = getattr(decoder, "per_layer_config", None)
+    return list(per_layer) if per_layer is not None and len(per_layer) == count else [decoder] * count
+
+
+def _layer_types(decoder: PreTrainedConfig, per_layer: list[Any]) -> list[str]:
+    declared = getattr(decoder, "layer_types", None)
+    if declared is not None:
+        return list(declared)
+    inferred = []
+    for layer in per_layer:
+        if getattr(layer, "sliding_window", None) is not None:
+            inferred.append("sliding_attention")
+        elif getattr(layer, "attention_chunk_size", None) is not None:
+            inferred.append("chunked_attention")
+        else:
+            inferred.append("full_attention")
+    return inferred
+
+
+def _sharing(decoder: PreTrainedConfig, count: int) -> list[str | None]:
+    """Return for each layer "store" if others read its keys and values, "reuse" if it reads others', else None."""
+    modes = getattr(decoder, "kv_sharing_modes", None)
+    if modes is not None:
+        return list(modes)
+    # Before that property (Gemma3n in transformers 5.6): the last n layers reuse what earlier ones
+    # of their type keep. Which ones is not said, so all that keep may be read.
+    shared = getattr(decoder, "num_kv_shared_layers", None) or 0
+    return ["store" if shared else None] * (count - shared) + ["reuse"] * shared
+
+
+def _layer_spec(layer_type: str, layer: Any, index: int, model: str, sharing: str | None) -> LayerSpec:
+    if layer_type not in KNOWN or sharing not in (None, "store", "reuse"):
+        raise UnknownLayerType(layer_type if layer_type not in KNOWN else f"KV sharing {sharing}", index, model)
+    if layer_type in NOTHING or sharing == "reuse":
+        return LayerSpec(attention=None)
+    states = getattr(layer, "number_of_conv_states", 1) if layer_type in STATES | HYBRID | HYBRID_SLIDING else 0
+    if layer_type in STATES:
+        return LayerSpec(attention=None, states=states)
+    read_by_others = sharing == "store"
+    if layer_type in SLIDING | HYBRID_SLIDING:
+        window = _window(layer, "sliding_window", layer_type, index, model)
+        return _attention_spec("sliding", window, states, read_by_others, layer)
+    if layer_type in CHUNKED:
+        window = _window(layer, "attention_chunk_size", layer_type, index, model)
+        return _attention_spec("chunked", window, states, read_by_others, layer)
+    return _attention_spec("full", None, states, read_by_others, layer)
+
+
+def _window(layer: Any, key: str, layer_type: str, index: int, model: str) -> int:
+    window = getattr(layer, key, None)
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"layer {index} of {model} is of type {layer_type!r}, but config.{key} is {window!r}")
+    return window
+
+
+def _attention_spec(
+    attention: AttentionKind, window: int | None, states: int, read_by_others: bool, layer: Any
+) -> LayerSpec:
+    if getattr(layer, "kv_lora_rank", None):
+        # Multi-head latent attention: early releases cache keys and values expanded, later ones the
+        # latent and the rotary part, so only the first update will tell the shapes.
+        return LayerSpec(attention=attention, window=window, states=states, read_by_others=read_by_others)
+    heads = getattr(layer, "num_attention_heads", None)
+    head_dim = getattr(layer, "head_dim", None)
+    if head_dim is None and heads and getattr(layer, "hidden_size", None):
+        head_dim = layer.hidden_size // heads
+    return LayerSpec(
+        attention=attention,
+        window=window,
+        kv_heads=_int_or_none(getattr(layer, "num_key_value_heads", None) or heads),
+        key_head_dim=_int_or_none(head_dim),
+        value_head_dim=_int_or_none(getattr(layer, "v_head_dim", None) or head_dim),
+        states=states,
+        read_by_others=read_by_others,
+    )
+
+
+def _int_or_none(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
