@@ -50,7 +50,7 @@ def open_backend(name: str, settings: dict[str, Any]) -> Result:
     except KvrackError:
         raise
     except Exception as error:
-        raise BackendLoadError(name, resolved.backend.layer, error) from error
+        raise BackendLoadError(name, resolved.backend.layer or resolved.backend.codec or name, error) from error
     offered = installed().get(resolved.backend.name, ())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kvrack": kvrack.__version__}
     versions["kvrack-spec"] = _version("kvrack-spec")

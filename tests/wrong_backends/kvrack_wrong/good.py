@@ -147,9 +147,7 @@ class StaticLayer(AttentionLayer):
         check_pair(key_states, value_states)
         batch, heads, new, key_dim = key_states.shape
         self._check_room(new)
-        self.early_initialization(
-            batch, heads, key_dim, value_states.shape[3], key_states.dtype, key_states.device
-        )
+        self.early_initialization(batch, heads, key_dim, value_states.shape[3], key_states.dtype, key_states.device)
         returned = {name: self._write(name, states) for name, states in given.items()}
         self._seen += new
         self._held = min(self._held + new, self.capacity)

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
 
 from kvrack import BackendConfig, BuildContext, CacheLayer, Capabilities, LayerSpec, UnsupportedOperation, resolve
 from kvrack_dynamic.layer import DynamicConfig, DynamicLayer
-
 from kvrack_wrong.good import PlainLayer, StaticLayer
 
 
@@ -33,7 +33,8 @@ class SelectWritesBeforeItFails(DynamicLayer):
     """Fault: an index out of range is noticed when the keys are moved already."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        if len(beam_idx) and int(beam_idx.max()) >= 3:
+        held = self._keys.view()
+        if held is not None and int(beam_idx.max()) >= held.shape[0]:
             self._keys.clear()
         super().reorder_cache(beam_idx)
 
@@ -114,7 +115,7 @@ class CropHalfDone(DynamicLayer):
     """Fault: a crop that can't be made is noticed when it is half done."""
 
     def check_crop(self, tokens: int) -> None:
-        pass
+        super().check_crop(max(0, tokens))
 
     def crop(self, tokens: int) -> None:
         try:
@@ -319,7 +320,7 @@ class UnusedSlots(StaticLayer):
 class LooseConfig(BackendConfig):
     """Fault: any key is taken."""
 
-    model_config = {**BackendConfig.model_config, "extra": "allow"}
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 def hold_dynamic(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:

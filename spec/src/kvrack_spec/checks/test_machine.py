@@ -195,4 +195,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.rule("L29")
 def test_any_sequence_is_as_on_a_concatenation(subject: Subject, kind: str) -> None:
-    run_state_machine_as_test(lambda: CacheMachine(subject, kind), settings=QUICK if subject.quick else SETTINGS)
+    class Machine(CacheMachine):
+        def __init__(self) -> None:
+            super().__init__(subject, kind)
+
+    run_state_machine_as_test(Machine, settings=QUICK if subject.quick else SETTINGS)
