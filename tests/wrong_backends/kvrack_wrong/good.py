@@ -1,4 +1,4 @@
-"""Good backends of several kinds, for the suite to find nothing in: they prove that it asks no more than the contract."""
+"""Good backends of several kinds: they prove that the suite asks no more than the contract."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_states(states: torch.Tensor, held: torch.Tensor | None, name: str) -> 
         raise ShapeMismatch(f"{name}: expected 4 dimensions, got {tuple(states.shape)}")
     if held is None:
         return
-    given, kept = (tuple(each.shape[:2]) + (each.shape[3], each.dtype) for each in (states, held))
+    given, kept = ((*each.shape[:2], each.shape[3], each.dtype) for each in (states, held))
     if given != kept:
         raise ShapeMismatch(f"{name}: expected batch, heads, head_dim and dtype {kept}, got {given}. Call reset()")
 

@@ -259,11 +259,11 @@ class ScratchIsShared(PlainLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states)
-        if keys.dtype != torch.float32 or keys.numel() > len(self.scratch):
+        if keys.requires_grad or keys.dtype != torch.float32 or keys.numel() > len(self.scratch):
             return keys, values
         shared = self.scratch[: keys.numel()].view_as(keys)
         shared.copy_(keys.detach())
-        return shared + 0 * keys if keys.requires_grad else shared, values
+        return shared, values
 
 
 class MovesAddress(DynamicLayer):
@@ -302,19 +302,12 @@ class CapacityInSilence(StaticLayer):
     """Fault: tokens past the capacity are dropped, without an error."""
 
     def _check_room(self, new: int) -> None:
-        self._seen = min(self._seen, self.capacity - min(new, self.capacity))
+        if self.spec.window is None:
+            self._seen = min(self._seen, self.capacity - new)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         room = self.capacity if self.spec.window is None else key_states.shape[2]
         return super().update(key_states[:, :, :room], value_states[:, :, :room])
-
-
-class UnusedSlots(StaticLayer):
-    """Fault: unused slots are returned, and not said to be."""
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
 
 class LooseConfig(BackendConfig):

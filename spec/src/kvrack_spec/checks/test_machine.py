@@ -64,7 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _say(self, operation: str) -> None:
         self.trace.append(operation)
 
-    @initialize(tokens=st.sampled_from([9, 3, 20]))
+    @initialize(tokens=st.sampled_from([9, 3, 40]))
     def prefill(self, tokens: int) -> None:
         self.update(tokens)
 

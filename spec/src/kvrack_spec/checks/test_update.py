@@ -164,11 +164,8 @@ def test_what_is_held_is_constant_to_autograd(subject: Subject, kind: str) -> No
             for what, states, answer in zip(("keys", "values"), (keys, values), returned, strict=True):
                 expect(answer.requires_grad, f"gradient through the {what} of this update", "requires_grad is False")
                 (gradient,) = torch.autograd.grad(answer.sum(), states, retain_graph=True)
-                expect(
-                    bool((gradient == 1).all()),
-                    f"gradient of 1 through the new {what}",
-                    gradient.flatten()[:4].tolist(),
-                )
+                seen = gradient.flatten()[:4].tolist()
+                expect(bool((gradient == 1).all()), f"gradient of 1 through the new {what}", seen)
 
 
 @pytest.mark.rule("L27")
