@@ -108,6 +108,17 @@ def test_a_causal_mask_hides_no_sink_when_several_tokens_come_at_once() -> None:
 
 
 @pytest.mark.usefixtures("sinks")
+def test_mask_sizes_are_those_that_the_guide_tells() -> None:
+    layer = kvrack.create_cache("sinks", kvrack.ModelSpec.uniform(1), n_sink=2, window=8).layers[0]
+    assert isinstance(layer, kvrack.AttentionLayer)
+    states = torch.arange(101.0).view(1, 1, -1, 1).expand(1, 1, 101, 16)
+    layer.update(states[:, :, :100], states[:, :, :100])
+    assert layer.get_mask_sizes(1) == (10, 91)
+    keys, _ = layer.update(states[:, :, 100:], states[:, :, 100:])
+    assert keys[0, 0, :, 0].tolist() == [0, 1, *range(93, 101)]
+
+
+@pytest.mark.usefixtures("sinks")
 def test_memory_stays_bounded_and_a_sliding_model_is_refused() -> None:
     cache = kvrack.create_cache("sinks", kvrack.ModelSpec.uniform(1), n_sink=N_SINK, window=WINDOW)
     sizes = []
