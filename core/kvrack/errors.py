@@ -32,12 +32,14 @@ def listed(words: Sequence[str]) -> str:
 class UnknownBackend(KvrackError, ValueError):
     """No installed distribution offers a backend of this name."""
 
-    def __init__(self, name: str, installed: Sequence[str], distribution: str | None = None) -> None:
+    def __init__(
+        self, name: str, installed: Sequence[str], distribution: str | None = None, aliases: Sequence[str] = ()
+    ) -> None:
         self.name = name
         text = f"unknown cache backend {name!r}. Installed: {listed(installed)}."
         if distribution is not None:
             text += f" {name!r} is provided by {distribution}: pip install {distribution}"
-        elif match := closest(name, installed):
+        elif match := closest(name, [*installed, *aliases]):
             text += f" Did you mean {match!r}?"
         super().__init__(text)
 

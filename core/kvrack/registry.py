@@ -96,9 +96,9 @@ def _provider(entry_point: EntryPoint) -> str:
 def _only_entry_point(name: str, group: str) -> EntryPoint:
     offered = installed(group).get(name, ())
     if not offered:
-        from kvrack.config import KNOWN_DISTRIBUTIONS
+        from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS
 
-        raise UnknownBackend(name, list(installed(group)), KNOWN_DISTRIBUTIONS.get(name))
+        raise UnknownBackend(name, list(installed(group)), KNOWN_DISTRIBUTIONS.get(name), list(ALIASES))
     if len(offered) > 1:
         raise DuplicateBackend(name, [_provider(each) for each in offered], _KINDS[group])
     return offered[0]
@@ -109,7 +109,7 @@ def _import_plugin(entry_point: EntryPoint) -> ModuleType:
         return entry_point.load()  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise _module_not_found(entry_point, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin that exits must not take the listing with it
         raise BackendLoadError(entry_point.name, _provider(entry_point), error, _KINDS[entry_point.group]) from error
 
 
