@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import traceback
 from collections import defaultdict
 from collections.abc import Generator
@@ -17,6 +18,7 @@ import torch
 import kvrack
 from kvrack.config import parse_settings
 from kvrack.errors import BackendLoadError, KvrackError
+from kvrack.registry import installed
 from kvrack_spec import SPEC_VERSION, report
 from kvrack_spec.expect import Broken
 from kvrack_spec.expected import ExpectedFailure, read_expected_failures
@@ -24,7 +26,7 @@ from kvrack_spec.result import CheckResult, Outcome, Result
 from kvrack_spec.subject import Subject
 
 PACKAGE = "kvrack_spec.checks"
-QUICK = 6
+QUICK = 4
 """Sets of parameters that a quick run keeps of each check."""
 
 DECLINED = "declined: "
@@ -49,11 +51,10 @@ def open_backend(name: str, settings: dict[str, Any]) -> Result:
         raise
     except Exception as error:
         raise BackendLoadError(name, resolved.backend.layer, error) from error
-    info = kvrack.backends().get(name)
+    offered = installed().get(resolved.backend.name, ())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kvrack": kvrack.__version__}
     versions["kvrack-spec"] = _version("kvrack-spec")
-    if info is not None and info.distribution:
-        versions[info.distribution] = info.version
+    versions.update({entry_point.dist.name: entry_point.dist.version for entry_point in offered if entry_point.dist})
     return Result(name, settings, (), capabilities, versions)
 
 
@@ -148,14 +149,13 @@ class Conformance:
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with at most `QUICK` sets of parameters of each check, evenly chosen."""
-    sets: dict[str, list[pytest.Item]] = defaultdict(list)
+    """Return the items with at most `QUICK` sets of parameters of each check, the same ones each time."""
+    sets: dict[str, list[str]] = defaultdict(list)
     for item in items:
-        sets[item.nodeid.partition("[")[0]].append(item)
-    kept = set()
-    for each in sets.values():
-        last, count = len(each) - 1, min(QUICK, len(each))
-        kept.update(each[round(i * last / max(1, count - 1))].nodeid for i in range(count))
+        sets[item.nodeid.partition("[")[0]].append(item.nodeid)
+    kept: set[str] = set()
+    for check, nodeids in sets.items():
+        kept.update(random.Random(check).sample(nodeids, min(QUICK, len(nodeids))))
     return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
 
 
