@@ -32,6 +32,8 @@ def header(result: Result) -> str:
     ]
     if not result.capabilities.lossless:
         lines.append(f"bound:     relative_error={result.capabilities.relative_error}")
+    if result.capabilities.window is not None:
+        lines.append(f"shows:     window={result.capabilities.window}, sinks={result.capabilities.sinks}")
     return "\n".join(lines) + "\n"
 
 
