@@ -45,7 +45,7 @@ WRONG = {
     "wrong-offload-forgets": "L25 L29",
     "wrong-aliases": "L10",
     "wrong-keeps-grad": "L26",
-    "wrong-newest-first": "L3 L6 L36 F1 F4 F5 L29",
+    "wrong-newest-first": "L3 L6 F1 F4 F5 L29",
     "wrong-casts-dtype": "L4",
     "wrong-returns-float": "L2",
     "wrong-refuses-in-silence": "B5",
