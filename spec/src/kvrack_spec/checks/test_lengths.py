@@ -48,7 +48,9 @@ def _expect_mask_sizes(subject: Subject, kind: str, pattern: tuple[int, ...]) ->
         expect_equal(length, keys.shape[2], f"length {when}, as the update returns,")
         expect(offset >= 0, f"offset {when} of 0 or more", offset)
         used = min(length, given - offset)
-        expect(used == length or layer.is_compileable, f"no unused slots, by the offset {when}", f"{length - used} slots")
+        expect(
+            used == length or layer.is_compileable, f"no unused slots, by the offset {when}", f"{length - used} slots"
+        )
         tokens = tokens_seen(keys[:, :, :used])
         if layer.is_compileable and layer.is_sliding:
             tokens = sorted(tokens)
