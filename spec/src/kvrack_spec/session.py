@@ -6,7 +6,7 @@ import json
 import platform
 import random
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,7 +50,7 @@ def open_backend(name: str, settings: dict[str, Any]) -> Result:
     except KvrackError:
         raise
     except Exception as error:
-        raise BackendLoadError(name, resolved.backend.layer, error) from error
+        raise BackendLoadError(name, resolved.backend.layer or resolved.backend.codec or name, error) from error
     offered = installed().get(resolved.backend.name, ())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kvrack": kvrack.__version__}
     versions["kvrack-spec"] = _version("kvrack-spec")
@@ -149,13 +149,21 @@ class Conformance:
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with at most `QUICK` sets of parameters of each check, the same ones each time."""
-    sets: dict[str, list[str]] = defaultdict(list)
+    """Return the items with at most `QUICK` sets of parameters of each check, the same ones each time, and of
+    every kind of layer where it has them."""
+    sets: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        sets[item.nodeid.partition("[")[0]].append(item.nodeid)
+        sets[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
-    for check, nodeids in sets.items():
-        kept.update(random.Random(check).sample(nodeids, min(QUICK, len(nodeids))))
+    for check, each in sets.items():
+        random.Random(check).shuffle(each)
+        turns: Counter[str] = Counter()
+        ranked = []
+        for item in each:
+            kind = str(getattr(item, "callspec", None) and item.callspec.params.get("kind"))  # type: ignore[attr-defined]
+            turns[kind] += 1
+            ranked.append((turns[kind], kind != "full", item.nodeid))
+        kept.update(nodeid for *_, nodeid in sorted(ranked)[:QUICK])
     return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
 
 
