@@ -153,18 +153,23 @@ def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
     every kind of layer where it has them."""
     sets: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        sets[item.nodeid.partition("[")[0]].append(item)
+        sets[f"{item.nodeid.partition('[')[0]} {_parameter(item, 'inner')}"].append(item)
     kept: set[str] = set()
     for check, each in sets.items():
         random.Random(check).shuffle(each)
         turns: Counter[str] = Counter()
         ranked = []
         for item in each:
-            kind = str(getattr(item, "callspec", None) and item.callspec.params.get("kind"))  # type: ignore[attr-defined]
+            kind = _parameter(item, "kind")
             turns[kind] += 1
             ranked.append((turns[kind], kind != "full", item.nodeid))
         kept.update(nodeid for *_, nodeid in sorted(ranked)[:QUICK])
     return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
+
+
+def _parameter(item: pytest.Item, name: str) -> str:
+    callspec = getattr(item, "callspec", None)
+    return "" if callspec is None else str(callspec.params.get(name, ""))
 
 
 def _is_check(item: pytest.Item) -> bool:
