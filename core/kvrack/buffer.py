@@ -57,27 +57,7 @@ class TokenBuffer:
 
     def check(self, states: torch.Tensor, what: str) -> None:
         """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
-        if states.dim() != 4:
-            raise ShapeMismatch(f"{what}: expected [batch, heads, tokens, head_dim], got {tuple(states.shape)}")
-        data = self.data
-        if data is None:
-            return
-        given, held = states.shape, data.shape
-        if given[0] != held[0] or given[1] != held[1] or given[3] != held[3]:
-            remedy = (
-                "Call batch_repeat_interleave or batch_select_indices first, or reset()"
-                if given[0] != held[0]
-                else "Call reset() to start anew"
-            )
-            raise ShapeMismatch(
-                f"{what}: the cache holds batch {held[0]}, {held[1]} heads, head_dim {held[3]}; "
-                f"got batch {given[0]}, {given[1]} heads, head_dim {given[3]}. {remedy}"
-            )
-        if states.dtype != data.dtype or states.device != data.device:
-            raise ShapeMismatch(
-                f"{what}: the cache holds {data.dtype} on {data.device}, got {states.dtype} on {states.device}. "
-                "Call reset() to start anew"
-            )
+        check_states(states, self.data, what)
 
     def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for the first tokens, holding none. Nothing happens if memory is there already."""
@@ -210,3 +190,30 @@ class TokenBuffer:
         self.data.narrow(TOKENS, 0, keep).copy_(newest.detach())
         self.start, self.stop = 0, keep
         return everything
+
+
+def check_states(states: torch.Tensor, data: torch.Tensor | None, what: str) -> None:
+    """Raise ShapeMismatch unless `states` are ``[batch, heads, tokens, channels]`` and fit memory `data`.
+
+    `data` is None before any allocation; `what` names the states in the text.
+    """
+    if states.dim() != 4:
+        raise ShapeMismatch(f"{what}: expected [batch, heads, tokens, head_dim], got {tuple(states.shape)}")
+    if data is None:
+        return
+    given, held = states.shape, data.shape
+    if given[0] != held[0] or given[1] != held[1] or given[3] != held[3]:
+        remedy = (
+            "Call batch_repeat_interleave or batch_select_indices first, or reset()"
+            if given[0] != held[0]
+            else "Call reset() to start anew"
+        )
+        raise ShapeMismatch(
+            f"{what}: the cache holds batch {held[0]}, {held[1]} heads, head_dim {held[3]}; "
+            f"got batch {given[0]}, {given[1]} heads, head_dim {given[3]}. {remedy}"
+        )
+    if states.dtype != data.dtype or states.device != data.device:
+        raise ShapeMismatch(
+            f"{what}: the cache holds {data.dtype} on {data.device}, got {states.dtype} on {states.device}. "
+            "Call reset() to start anew"
+        )
