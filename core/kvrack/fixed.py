@@ -7,6 +7,7 @@ its buffers, so that a compiled graph has one number to carry.
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvrack.buffer import TOKENS
 from kvrack.placement import DEVICE, Placement
@@ -39,14 +40,17 @@ class TokenCount:
 
     Attributes:
         position: the same number as an int64 tensor ``[]`` that keeps its address, None before `allocate`.
+        is_known: False only inside torch.export, where the number is an input and `value` the
+            largest that the exported program is for.
     """
 
     # Sizes 0 and 1 are never symbols to torch.compile.
     _SHIFT = 2
 
     def __init__(self) -> None:
-        self._shape = _shaped(self._SHIFT)
         self.position: torch.Tensor | None = None
+        self.is_known = True
+        self._shape = _shaped(self._SHIFT)
 
     @property
     def value(self) -> int:
@@ -59,22 +63,34 @@ class TokenCount:
             self.position = DEVICE.allocate((), torch.int64, device).fill_(self.value)
             keep_address(self.position)
 
-    def adopt(self, position: torch.Tensor, value: int) -> None:
-        """Take `position` for its own, `value` being the number in it."""
-        self.position = position
-        self._shape = _shaped(value + self._SHIFT)
-
     def advance(self, tokens: int) -> None:
         """Count `tokens` more."""
         if self.position is not None:
             self.position.add_(tokens)
-        self._shape = _shaped(self._shape.shape[0] + tokens)
+        if self.is_known:
+            self._shape = _shaped(self._shape.shape[0] + tokens)
 
     def set(self, value: int) -> None:
         """Make the number `value`."""
         if self.position is not None:
             self.position.fill_(value)
         self._shape = _shaped(value + self._SHIFT)
+
+    def adopt(self, position: torch.Tensor, largest: int) -> None:
+        """Take `position` for its own; while torch.export hides the number in it, take `largest` instead."""
+        self.position = position
+        self.is_known = _is_readable(position)
+        self._shape = _shaped((int(position) if self.is_known else largest) + self._SHIFT)
+
+    def reread(self) -> None:
+        """Take the number from `position`, which an exported program may have moved on."""
+        if self.position is not None and self.is_known and _is_readable(self.position):
+            self._shape = _shaped(int(self.position) + self._SHIFT)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    # torch.export hands out subclasses and works under modes, in part before it says that it compiles.
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def _shaped(size: int) -> torch.Tensor:

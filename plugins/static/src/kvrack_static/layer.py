@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from pydantic import Field
 
@@ -37,16 +39,22 @@ class StaticLayer(AttentionLayer):
     """Keys and values in preallocated memory, written in place; unused slots are returned for a mask to hide.
 
     A full layer, and a windowed one whose window is larger than the capacity, has a slot for each
-    token up to the capacity. A windowed layer with more capacity than window has a ring of `window`
-    slots and takes any number of tokens.
+    token up to the capacity. Any other windowed layer is a ring of `window` slots and takes any number
+    of tokens.
 
-    Raises InvalidConfig when neither `max_cache_len` nor the build context says how many tokens will come.
+    Raises InvalidConfig for a full layer when neither `max_cache_len` nor the build context says how
+    many tokens will come, UnsupportedOperation for a layer without attention.
     """
 
     def __init__(self, spec: LayerSpec, config: StaticConfig, context: BuildContext) -> None:
         super().__init__(spec, config, context)
+        if spec.attention is None:
+            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
+        self._attend_prefix = config.attend_prefix
         capacity = config.max_cache_len if config.max_cache_len is not None else context.max_length
-        if capacity is None:
+        self._ring = spec.window is not None and (capacity is None or spec.window <= capacity)
+        slots = spec.window if self._ring else capacity
+        if slots is None:
             raise InvalidConfig(
                 context.backend or "static",
                 [
@@ -54,9 +62,7 @@ class StaticLayer(AttentionLayer):
                     "set it to prompt and answer together (or give max_length to create_cache)"
                 ],
             )
-        self._attend_prefix = config.attend_prefix
-        self._ring = spec.window is not None and spec.window <= capacity
-        self._slots = spec.window if self._ring and spec.window is not None else capacity
+        self._slots = slots
         buffer = RingBuffer if self._ring else FixedBuffer
         self._keys = buffer(self._slots, context.placement)
         self._values = buffer(self._slots, context.placement)
@@ -202,6 +208,33 @@ class StaticLayer(AttentionLayer):
         self._count.set(metadata["seen"])
         self._reshapeable = bool(metadata["reshapeable"])
 
+    def flatten(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Return the whole memory and the length as tensors, for a program that writes to them and is right
+        at every length that shows as many slots; beside them the largest such length, -1 for a full ring."""
+        keys, values, position = self._keys.data, self._values.data, self._count.position
+        if keys is None or values is None or position is None:
+            return {}, {}
+        self._count.reread()
+        after = self._count.value + 1
+        largest = -1 if self._overflows(after) else max(0, self._shown(after) - 1)
+        return {"keys": keys, "values": values, "position": position}, {
+            "largest": largest,
+            "reshapeable": int(self._reshapeable),
+        }
+
+    def unflatten(self, tensors: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        if not tensors:
+            self.reset()
+            return
+        self._keys.data, self._values.data = tensors["keys"], tensors["values"]
+        self._count.adopt(tensors["position"], metadata["largest"])
+        self._reshapeable = bool(metadata["reshapeable"])
+        if not self._count.is_known and metadata["largest"] < 0:
+            raise self._refuse(
+                f"torch.export of a full window of {self.spec.window} tokens",
+                "Export the step while the window isn't full, or use torch.compile",
+            )
+
     @property
     def keys(self) -> torch.Tensor | None:
         return self._held(self._keys)
@@ -209,6 +242,11 @@ class StaticLayer(AttentionLayer):
     @property
     def values(self) -> torch.Tensor | None:
         return self._held(self._values)
+
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        # The memory that reset() left has rows of the last prompt, which say nothing of the next.
+        if not self._reshapeable:
+            super()._replace(change)
 
     # --- sizes ----------------------------------------------------------------------------------
 
@@ -218,7 +256,7 @@ class StaticLayer(AttentionLayer):
         check_pair(key_states, value_states)
 
     def _check_room(self, seen: int, new: int) -> None:
-        if not self._ring and seen + new > self._slots:
+        if not self._ring and seen + new > self._slots and self._count.is_known:
             raise CapacityExceeded(self._slots, seen, new)
 
     def _overflows(self, tokens: int) -> bool:
