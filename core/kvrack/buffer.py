@@ -31,7 +31,7 @@ class TokenBuffer:
     Args:
         growth: factor by which capacity grows; above 1.
         limit: tokens the whole use will need, None when unknown. Room is never made beyond it
-            until it is passed.
+            until it is passed, or until a window is full, which takes room to slide.
         placement: where the memory lives.
     """
 
@@ -156,11 +156,14 @@ class TokenBuffer:
         if self.stop + new <= capacity:
             return
         needed = len(self) + new
-        if needed <= capacity and self.start > 0:
+        if keep is not None and needed > keep:
+            # A full window grows no more: with all the room it may have it slides least often.
+            self._move_to(self._most(keep))
+        elif needed <= capacity and self.start > 0:
             self._move_to(capacity)
-            return
-        grown = self._capacity_for(needed)
-        self._move_to(grown if keep is None else min(grown, self._most(keep)))
+        else:
+            grown = self._capacity_for(needed)
+            self._move_to(grown if keep is None else min(grown, self._most(keep)))
 
     def _move_to(self, capacity: int) -> None:
         """Move the held tokens to the front of memory for `capacity` tokens, a new one if it differs."""

@@ -112,6 +112,8 @@ class BufferedLayer(AttentionLayer):
             self.reset()
         self._seen = metadata["seen"]
         self.record_past = bool(metadata["record_past"])
+        if len(self._keys) != len(self._values):
+            raise ShapeMismatch(f"expected as many values as keys, got {len(self._keys)} and {len(self._values)}")
 
     @property
     def keys(self) -> torch.Tensor | None:

@@ -6,7 +6,8 @@ same `cache_config` can be passed twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -74,15 +75,46 @@ def validate_config(name: str, config_class: type[Config], given: Mapping[str, A
     try:
         return config_class.model_validate(dict(given))
     except ValidationError as error:
-        problems = [_problem(detail, sorted(config_class.model_fields)) for detail in error.errors()]
+        own_keys = ["backend"] if name == QUANTIZED else []
+        problems = [_problem(detail, config_class, own_keys) for detail in error.errors()]
         raise InvalidConfig(name, problems) from None
 
 
-def _problem(detail: Any, valid_keys: list[str]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+def _keys_within(config_class: type[BaseModel], path: list[str]) -> list[str]:
+    """Return the keys of the config that `path` leads to from `config_class`."""
+    for part in path:
+        nested = config_class.model_fields[part].annotation
+        if not (isinstance(nested, type) and issubclass(nested, BaseModel)):
+            return []
+        config_class = nested
+    return list(config_class.model_fields)
+
+
+def _problem(detail: Any, config_class: type[BaseModel], alias_keys: list[str]) -> str:
+    path = [str(part) for part in detail["loc"]]
+    key = ".".join(path)
     if detail["type"] == "extra_forbidden":
+        valid_keys = sorted([*_keys_within(config_class, path[:-1]), *(alias_keys if len(path) == 1 else ())])
         text = f"unknown key {key!r}. Valid keys: {listed(valid_keys)}."
-        match = closest(key, valid_keys)
+        match = closest(path[-1], valid_keys)
         return f"{text} Did you mean {match!r}?" if match else text
     message = detail["msg"][:1].lower() + detail["msg"][1:]
     return f"{key}: {message}, got {detail['input']!r}" if key else message
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, object]:
+    """Return the config that ``["key=value", ...]`` writes, as ``--set`` takes it on the command line.
+
+    A value is read as JSON where it parses, else as a string. Raises InvalidConfig for a pair
+    without a key or an ``=``.
+    """
+    settings: dict[str, object] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key:
+            raise InvalidConfig("--set", [f"expected key=value, got {pair!r}"])
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings

@@ -10,6 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+BACKEND = "cache backend"
+"""What the texts below call a plugin that offers a cache; one that offers a subcommand is a "command"."""
+
 
 class KvrackError(Exception):
     """Base of every error that kvrack raises on purpose."""
@@ -29,12 +32,14 @@ def listed(words: Sequence[str]) -> str:
 class UnknownBackend(KvrackError, ValueError):
     """No installed distribution offers a backend of this name."""
 
-    def __init__(self, name: str, installed: Sequence[str], distribution: str | None = None) -> None:
+    def __init__(
+        self, name: str, installed: Sequence[str], distribution: str | None = None, aliases: Sequence[str] = ()
+    ) -> None:
         self.name = name
         text = f"unknown cache backend {name!r}. Installed: {listed(installed)}."
         if distribution is not None:
             text += f" {name!r} is provided by {distribution}: pip install {distribution}"
-        elif match := closest(name, installed):
+        elif match := closest(name, [*installed, *aliases]):
             text += f" Did you mean {match!r}?"
         super().__init__(text)
 
@@ -42,10 +47,10 @@ class UnknownBackend(KvrackError, ValueError):
 class BackendLoadError(KvrackError):
     """A backend is installed, but its plugin raised while it was loaded (see `__cause__`)."""
 
-    def __init__(self, name: str, provider: str, cause: BaseException) -> None:
+    def __init__(self, name: str, provider: str, cause: BaseException, kind: str = BACKEND) -> None:
         self.name = name
         super().__init__(
-            f"cache backend {name!r} (from {provider}) is installed but failed to load: {type(cause).__name__}: {cause}"
+            f"{kind} {name!r} (from {provider}) is installed but failed to load: {type(cause).__name__}: {cause}"
         )
         self.__cause__ = cause
 
@@ -53,31 +58,30 @@ class BackendLoadError(KvrackError):
 class InvalidPlugin(KvrackError, TypeError):
     """A plugin loaded, but what it offers does not keep the plugin contract."""
 
-    def __init__(self, name: str, provider: str, reason: str) -> None:
+    def __init__(self, name: str, provider: str, reason: str, kind: str = BACKEND) -> None:
         self.name = name
-        super().__init__(f"cache backend {name!r} (from {provider}) is not a valid plugin: {reason}")
+        super().__init__(f"{kind} {name!r} (from {provider}) is not a valid plugin: {reason}")
 
 
 class MissingDependency(KvrackError, ImportError):
     """A backend needs a library that is absent or too old."""
 
-    def __init__(self, name: str, requirement: str, found: str | None = None) -> None:
+    def __init__(self, name: str, requirement: str, found: str | None = None, kind: str = BACKEND) -> None:
         self.backend = name
         self.requirement = requirement
         seen = f"version {found} is installed" if found else "which is not installed"
-        super().__init__(f"cache backend {name!r} needs {requirement}, {seen}. Run: pip install '{requirement}'")
+        super().__init__(f"{kind} {name!r} needs {requirement}, {seen}. Run: pip install '{requirement}'")
 
 
 class DuplicateBackend(KvrackError):
     """Two distributions offer the same name; neither is picked."""
 
-    def __init__(self, name: str, providers: Sequence[str]) -> None:
+    def __init__(self, name: str, providers: Sequence[str], kind: str = BACKEND) -> None:
         self.name = name
         self.providers = tuple(providers)
         remove = " or ".join(f"pip uninstall {provider.split()[0]}" for provider in providers)
         super().__init__(
-            f"cache backend {name!r} is offered by more than one distribution: "
-            f"{' and '.join(providers)}. Keep one: {remove}"
+            f"{kind} {name!r} is offered by more than one distribution: {' and '.join(providers)}. Keep one: {remove}"
         )
 
 

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 from kvrack import hookspecs
 from kvrack.backend import Backend, swallows_arguments
 from kvrack.errors import (
+    BACKEND,
     BackendLoadError,
     DuplicateBackend,
     InvalidPlugin,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 BACKEND_GROUP = "kvrack"
 COMMAND_GROUP = "kvrack.commands"
+_KINDS = {BACKEND_GROUP: BACKEND, COMMAND_GROUP: "command"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def _provider(entry_point: EntryPoint) -> str:
 def _only_entry_point(name: str, group: str) -> EntryPoint:
     offered = installed(group).get(name, ())
     if not offered:
-        from kvrack.config import KNOWN_DISTRIBUTIONS
+        from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS
 
-        raise UnknownBackend(name, list(installed(group)), KNOWN_DISTRIBUTIONS.get(name))
+        raise UnknownBackend(name, list(installed(group)), KNOWN_DISTRIBUTIONS.get(name), list(ALIASES))
     if len(offered) > 1:
-        raise DuplicateBackend(name, [_provider(each) for each in offered])
+        raise DuplicateBackend(name, [_provider(each) for each in offered], _KINDS[group])
     return offered[0]
 
 
@@ -107,27 +109,28 @@ def _import_plugin(entry_point: EntryPoint) -> ModuleType:
         return entry_point.load()  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise _module_not_found(entry_point, error) from error
-    except Exception as error:
-        raise BackendLoadError(entry_point.name, _provider(entry_point), error) from error
+    except (Exception, SystemExit) as error:  # a plugin that exits must not take the listing with it
+        raise BackendLoadError(entry_point.name, _provider(entry_point), error, _KINDS[entry_point.group]) from error
 
 
 def _module_not_found(entry_point: EntryPoint, error: ModuleNotFoundError) -> KvrackError:
     missing = (error.name or "").partition(".")[0]
     own = entry_point.module.partition(".")[0]
+    kind = _KINDS[entry_point.group]
     if not missing or missing == own:
-        return BackendLoadError(entry_point.name, _provider(entry_point), error)
+        return BackendLoadError(entry_point.name, _provider(entry_point), error, kind)
     declared = entry_point.dist.requires if entry_point.dist is not None else None
     for line in declared or ():
         requirement = Requirement(line)
         if canonicalize_name(requirement.name) == canonicalize_name(missing):
-            return MissingDependency(entry_point.name, f"{requirement.name}{requirement.specifier}")
-    return MissingDependency(entry_point.name, missing)
+            return MissingDependency(entry_point.name, f"{requirement.name}{requirement.specifier}", kind=kind)
+    return MissingDependency(entry_point.name, missing, kind=kind)
 
 
 def _call_hook(entry_point: EntryPoint, hook: str) -> Any:
     """Import one plugin, check its hooks' signatures, and return what its hook answers."""
     plugin = _import_plugin(entry_point)
-    provider = _provider(entry_point)
+    provider, kind = _provider(entry_point), _KINDS[entry_point.group]
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     for attribute in dir(plugin):
@@ -135,13 +138,16 @@ def _call_hook(entry_point: EntryPoint, hook: str) -> Any:
             continue
         if swallowed := swallows_arguments(getattr(plugin, attribute)):
             raise InvalidPlugin(
-                entry_point.name, provider, f"hook {attribute} swallows arguments ({swallowed}); name each of them"
+                entry_point.name,
+                provider,
+                f"hook {attribute} swallows arguments ({swallowed}); name each of them",
+                kind,
             )
     try:
         manager.register(plugin)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise InvalidPlugin(entry_point.name, provider, str(error).replace("\n", " ")) from error
+        raise InvalidPlugin(entry_point.name, provider, str(error).replace("\n", " "), kind) from error
     caller: Callable[..., list[Any]] = getattr(manager.hook, hook)
     try:
         answers = caller(name=entry_point.name)
@@ -150,9 +156,9 @@ def _call_hook(entry_point: EntryPoint, hook: str) -> Any:
     except ModuleNotFoundError as error:
         raise _module_not_found(entry_point, error) from error
     except Exception as error:
-        raise BackendLoadError(entry_point.name, provider, error) from error
+        raise BackendLoadError(entry_point.name, provider, error, kind) from error
     if not answers:
-        raise InvalidPlugin(entry_point.name, provider, f"it has no {hook} hook that answers to this name")
+        raise InvalidPlugin(entry_point.name, provider, f"it has no {hook} hook that answers to this name", kind)
     return answers[0]
 
 
@@ -181,7 +187,17 @@ def load_command(name: str) -> click.Command:
 
     Raises what `load_backend` raises.
     """
-    command: click.Command = _call_hook(_only_entry_point(name, COMMAND_GROUP), "kvrack_command")
+    import click
+
+    entry_point = _only_entry_point(name, COMMAND_GROUP)
+    command = _call_hook(entry_point, "kvrack_command")
+    if not isinstance(command, click.Command):
+        raise InvalidPlugin(
+            name,
+            _provider(entry_point),
+            f"kvrack_command returned {type(command).__name__}, not a click.Command",
+            _KINDS[COMMAND_GROUP],
+        )
     return command
 
 
@@ -236,12 +252,21 @@ def resolve(name: str, config: Mapping[str, Any] | None = None) -> Resolved:
         raise InvalidConfig(name, [f"expected a dict of keys, got {type(config).__name__}"])
     target, remaining = resolve_alias(name, config or {})
     backend = load_backend(target)
+    return Resolved(backend, validate_config(name, load_config_class(backend), remaining))
+
+
+def load_config_class(backend: Backend) -> type[BackendConfig]:
+    """Return the config class of a loaded backend, importing the module that holds it.
+
+    Raises BackendLoadError, MissingDependency or InvalidPlugin.
+    """
     try:
-        config_class = backend.config_class()
+        return backend.config_class()
     except KvrackError:
         raise
     except ModuleNotFoundError as error:
-        raise _module_not_found(_only_entry_point(target, BACKEND_GROUP), error) from error
+        raise _module_not_found(_only_entry_point(backend.name, BACKEND_GROUP), error) from error
     except Exception as error:
-        raise BackendLoadError(target, _provider(_only_entry_point(target, BACKEND_GROUP)), error) from error
-    return Resolved(backend, validate_config(name, config_class, remaining))
+        raise BackendLoadError(
+            backend.name, _provider(_only_entry_point(backend.name, BACKEND_GROUP)), error
+        ) from error

@@ -43,11 +43,11 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     config: Any = getattr(model_or_config, "config", model_or_config)
     decoder = config.get_text_config(decoder=True)
     name = type(model_or_config).__name__ if config is not model_or_config else str(config.model_type)
-    per_layer = _per_layer_configs(decoder)
+    per_layer = _per_layer_configs(decoder, _layer_count(config, decoder))
     layers = tuple(
         _layer_spec(layer_type, per_layer[index], index, name, sharing)
         for index, (layer_type, sharing) in enumerate(
-            zip(_layer_types(decoder, per_layer), _sharing(decoder), strict=True)
+            zip(_layer_types(decoder, per_layer), _sharing(decoder, len(per_layer)), strict=True)
         )
     )
     cross: tuple[LayerSpec, ...] = ()
@@ -61,10 +61,16 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     )
 
 
-def _per_layer_configs(decoder: PreTrainedConfig) -> list[Any]:
+def _layer_count(config: Any, decoder: PreTrainedConfig) -> int:
+    # T5 and its kin count decoder layers apart, under a name that get_text_config passes over.
+    own = getattr(config, "num_decoder_layers", None) if getattr(config, "is_encoder_decoder", False) else None
+    return own if isinstance(own, int) else decoder.num_hidden_layers
+
+
+def _per_layer_configs(decoder: PreTrainedConfig, count: int) -> list[Any]:
     # Releases before heterogeneous configs have one config for all layers.
     per_layer = getattr(decoder, "per_layer_config", None)
-    return list(per_layer) if per_layer is not None else [decoder] * decoder.num_hidden_layers
+    return list(per_layer) if per_layer is not None and len(per_layer) == count else [decoder] * count
 
 
 def _layer_types(decoder: PreTrainedConfig, per_layer: list[Any]) -> list[str]:
@@ -82,9 +88,8 @@ def _layer_types(decoder: PreTrainedConfig, per_layer: list[Any]) -> list[str]:
     return inferred
 
 
-def _sharing(decoder: PreTrainedConfig) -> list[str | None]:
+def _sharing(decoder: PreTrainedConfig, count: int) -> list[str | None]:
     """Return for each layer "store" if others read its keys and values, "reuse" if it reads others', else None."""
-    count = decoder.num_hidden_layers
     modes = getattr(decoder, "kv_sharing_modes", None)
     if modes is not None:
         return list(modes)

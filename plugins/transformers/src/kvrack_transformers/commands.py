@@ -1,0 +1,18 @@
+"""The subcommand this distribution adds to ``kvrack``. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvrack import hookimpl
+
+if TYPE_CHECKING:
+    import click
+
+
+@hookimpl
+def kvrack_command(name: str) -> click.Command:
+    """Return the subcommand `generate`."""
+    from kvrack_transformers.generate_command import generate
+
+    return generate

@@ -1,0 +1,154 @@
+"""The cache: the layers of a model together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvrack
+from kvrack.layer import AttentionLayer
+from kvrack.model import LayerSpec
+from kvrack_spec.compare import Unchanged, expect_same, same_bits
+from kvrack_spec.expect import broken, expect, expect_equal
+from kvrack_spec.subject import KINDS, Shape, Subject, layer_spec
+
+SHAPES = (Shape(), Shape(heads=3), Shape(key_dim=64, value_dim=64))
+
+
+def _mixed(subject: Subject) -> kvrack.Cache:
+    """Return a cache of three layers, windowed ones among them where they are served."""
+    kinds = [kind for kind in KINDS if subject.serves(kind)]
+    return subject.cache(*(layer_spec(kinds[i % len(kinds)]) for i in range(3)))
+
+
+def _fill(subject: Subject, cache: kvrack.Cache, steps: int = 4) -> None:
+    for step in range(steps + 1):
+        for index, shape in enumerate(SHAPES):
+            cache.update(*subject.states(1 if step else 9, shape, seed=10 * step + index), index)
+
+
+def _expect_same_layers(subject: Subject, one: kvrack.Cache, other: kvrack.Cache) -> None:
+    rows = one.batch_size
+    for index, (mine, its) in enumerate(zip(one.layers, other.layers, strict=True)):
+        assert isinstance(mine, AttentionLayer)
+        assert isinstance(its, AttentionLayer)
+        shape = SHAPES[index]
+        keys, values = subject.states(1, Shape(max(rows, 1), shape.heads, shape.key_dim, shape.value_dim), seed=77)
+        expect_same(mine, its, keys, values)
+
+
+@pytest.mark.rule("C1")
+def test_an_update_changes_its_layer_alone(subject: Subject) -> None:
+    cache = _mixed(subject)
+    _fill(subject, cache)
+    others = [layer for layer in cache.layers[1:] if isinstance(layer, AttentionLayer)]
+    with Unchanged(others[0], "an update of layer 0"), Unchanged(others[1], "an update of layer 0"):
+        cache.update(*subject.states(1, seed=3), 0)
+
+
+@pytest.mark.rule("C2")
+def test_lengths_are_of_the_layer_asked_for(subject: Subject) -> None:
+    cache = _mixed(subject)
+    _fill(subject, cache)
+    cache.update(*subject.states(1, seed=3), 0)
+    for index, layer in enumerate(cache.layers):
+        assert isinstance(layer, AttentionLayer)
+        expect_equal(cache.get_seq_length(index), layer.get_seq_length(), f"get_seq_length({index})")
+        expect_equal(cache.get_mask_sizes(1, index), layer.get_mask_sizes(1), f"get_mask_sizes(1, {index})")
+    limits = [layer.get_max_length() for layer in cache.layers if isinstance(layer, AttentionLayer)]
+    wanted = min((limit for limit in limits if limit >= 0), default=-1)
+    expect_equal(cache.get_max_length(), wanted, "get_max_length(), the smallest of the layers' limits,")
+    expect_equal(cache.is_sliding, [layer.is_sliding for layer in cache.layers], "is_sliding")
+
+
+@pytest.mark.rule("C3")
+@pytest.mark.parametrize("removed", [1, 4])
+def test_crop_acts_on_every_layer_or_none(subject: Subject, removed: int) -> None:
+    cache = _mixed(subject)
+    _fill(subject, cache)
+    layers = [layer for layer in cache.layers if isinstance(layer, AttentionLayer)]
+    before = [int(layer.get_seq_length()) for layer in layers]
+    storages = [{name: tensor.clone() for name, tensor in layer.storage().items()} for layer in layers]
+    try:
+        cache.crop(-removed)
+    except kvrack.UnsupportedOperation:
+        expect_equal([int(layer.get_seq_length()) for layer in layers], before, "lengths after a refused crop")
+        for layer, storage in zip(layers, storages, strict=True):
+            for name, tensor in storage.items():
+                expect(same_bits(layer.storage()[name], tensor), "layers unchanged by a refused crop", f"{name} changed")
+        return
+    wanted = [length - removed for length in before]
+    expect_equal([int(layer.get_seq_length()) for layer in layers], wanted, f"lengths after crop({-removed})")
+
+
+@pytest.mark.rule("C4")
+@pytest.mark.parametrize("operation", ["reset", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_operations_act_on_every_layer(subject: Subject, operation: str) -> None:
+    arguments: dict[str, tuple[object, ...]] = {
+        "reset": (),
+        "reorder_cache": (torch.tensor([2, 0, 1], device=subject.device),),
+        "batch_repeat_interleave": (2,),
+        "batch_select_indices": (torch.tensor([2, 0], device=subject.device),),
+    }
+    cache, other = _mixed(subject), _mixed(subject)
+    _fill(subject, cache)
+    _fill(subject, other)
+    getattr(cache, operation)(*arguments[operation])
+    for layer in other.layers:
+        getattr(layer, operation)(*arguments[operation])
+    expect_equal(cache.batch_size, other.batch_size, f"batch_size after {operation}")
+    _expect_same_layers(subject, cache, other)
+
+
+@pytest.mark.rule("C5")
+def test_memory_adds_up(subject: Subject) -> None:
+    cache = _mixed(subject)
+    expect_equal(cache.nbytes, 0, "nbytes of a new cache")
+    _fill(subject, cache)
+    rows = cache.memory()
+    expect_equal(sum(row.nbytes for row in rows), cache.nbytes, "nbytes, the sum of memory(),")
+    expect_equal(sorted({row.layer for row in rows}), [0, 1, 2], "layers in memory()")
+    memories = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in layer.storage().values()
+    }
+    expect_equal(cache.nbytes, sum(memories.values()), "nbytes, memory that two share counted once,")
+
+
+@pytest.mark.rule("C6")
+def test_open_layers_are_created_when_updated(subject: Subject) -> None:
+    cache = kvrack.create_cache(
+        subject.name, kvrack.ModelSpec(further=LayerSpec()), 128, **subject.settings
+    )
+    listed = subject.cache(*[LayerSpec()] * 3, max_length=128)
+    expect_equal(len(cache), 0, "layers before any update")
+    expect_equal(cache.get_seq_length(), 0, "get_seq_length() before any layer")
+    _fill(subject, cache)
+    _fill(subject, listed)
+    expect_equal(len(cache), 3, "layers after updates of three")
+    _expect_same_layers(subject, cache, listed)
+
+
+@pytest.mark.rule("C7")
+def test_layers_may_differ(subject: Subject) -> None:
+    cache = _mixed(subject)
+    for step in range(3):
+        for index, shape in enumerate(SHAPES):
+            keys, values = subject.states(1 if step else 9, shape, seed=step)
+            returned = cache.update(keys, values, index)[0]
+            form = (returned.shape[0], returned.shape[1], returned.shape[3])
+            expect_equal(form, (shape.batch, shape.heads, shape.key_dim), f"layer {index}: (batch, heads, head_dim)")
+
+
+@pytest.mark.rule("C7")
+@pytest.mark.capability("early_init")
+def test_layers_may_differ_when_initialized_early(subject: Subject) -> None:
+    cache, other = _mixed(subject), _mixed(subject)
+    heads, dims = [shape.heads for shape in SHAPES], [shape.key_dim for shape in SHAPES]
+    cache.early_initialization(3, heads, dims, torch.float32, torch.device(subject.device))
+    if not cache.is_initialized:
+        broken("is_initialized after early_initialization of every layer", False)
+    _fill(subject, cache)
+    _fill(subject, other)
+    _expect_same_layers(subject, cache, other)

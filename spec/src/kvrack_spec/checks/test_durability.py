@@ -1,0 +1,132 @@
+"""Durability: deepcopy, fork, save and load."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import kvrack
+from kvrack.layer import AttentionLayer
+from kvrack_spec.compare import Unchanged, expect_same
+from kvrack_spec.expect import expect, expect_equal
+from kvrack_spec.subject import Shape, Subject, layer_spec
+
+FILLS = [(3, 0), (9, 3), (55, 30), (140, 9)]
+
+
+def _cache(subject: Subject, kind: str, fill: tuple[int, int], shape: Shape = Shape()) -> kvrack.Cache:  # noqa: B008
+    cache = subject.cache(layer_spec(kind))
+    subject.fill(_layer(cache), *fill, shape=shape)
+    return cache
+
+
+def _layer(cache: kvrack.Cache) -> AttentionLayer:
+    layer = cache.layers[0]
+    assert isinstance(layer, AttentionLayer)
+    return layer
+
+
+def _expect_continues(subject: Subject, copied: kvrack.Cache, cache: kvrack.Cache, shape: Shape = Shape()) -> None:  # noqa: B008
+    expect_equal(copied.batch_size, cache.batch_size, "batch_size")
+    for seed in (80, 81, 82):
+        expect_same(_layer(copied), _layer(cache), *subject.states(1, shape, seed))
+
+
+COPIES: dict[str, Callable[[kvrack.Cache], kvrack.Cache]] = {"deepcopy": copy.deepcopy, "fork": lambda cache: cache.fork()}
+
+
+@pytest.mark.rule("D1")
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+def test_a_copy_continues_the_same(subject: Subject, kind: str, fill: tuple[int, int], way: str) -> None:
+    cache = _cache(subject, kind, fill)
+    _expect_continues(subject, COPIES[way](cache), cache)
+
+
+@pytest.mark.rule("D2")
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+def test_a_copy_shares_nothing(subject: Subject, kind: str, fill: tuple[int, int], way: str) -> None:
+    cache = _cache(subject, kind, fill)
+    twin = COPIES[way](cache)
+    memories = {tensor.untyped_storage().data_ptr() for tensor in _layer(cache).storage().values() if tensor.numel()}
+    for name, tensor in _layer(twin).storage().items():
+        shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in memories
+        expect(not shared, f"storage()[{name!r}] of a copy in memory of its own", "memory shared with the original")
+    with Unchanged(_layer(cache), "updates of its copy"):
+        subject.fill(_layer(twin), 0, 5)
+        _layer(twin).reset()
+
+
+@pytest.mark.rule("D3")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fill", FILLS, ids=str)
+def test_a_loaded_cache_continues_the_same(
+    subject: Subject, kind: str, fill: tuple[int, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shape = Shape(dtype=dtype)
+    cache = _cache(subject, kind, fill, shape)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = kvrack.load(tmp_path / "cache.safetensors", subject.device)
+    expect_equal(loaded.backend.name, cache.backend.name, "backend of a loaded cache")
+    expect_equal(loaded.config, cache.config, "config of a loaded cache")
+    _expect_continues(subject, loaded, cache, shape)
+
+
+@pytest.mark.rule("D3")
+@pytest.mark.capability("records_past")
+def test_a_recorded_past_is_saved(subject: Subject, kind: str, tmp_path: Path) -> None:
+    cache = subject.cache(layer_spec(kind))
+    cache.activate_past_recording()
+    subject.fill(_layer(cache), 9, 5)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = kvrack.load(tmp_path / "cache.safetensors", subject.device)
+    for each in (cache, loaded):
+        each.crop(-4)
+    _expect_continues(subject, loaded, cache)
+
+
+@pytest.mark.rule("D4")
+def test_a_saved_cache_is_one_plain_file(subject: Subject, kind: str, tmp_path: Path) -> None:
+    cache = _cache(subject, kind, (9, 3))
+    cache.save(tmp_path / "cache.safetensors")
+    expect_equal([path.name for path in tmp_path.iterdir()], ["cache.safetensors"], "files written")
+    with safe_open(tmp_path / "cache.safetensors", framework="pt") as file:
+        names = sorted(file.keys())
+        document = json.loads(file.metadata()["kvrack"])
+    wanted = sorted(f"0.{name}" for name in _layer(cache).storage())
+    expect_equal(names, wanted, "tensors in the file")
+    expect_equal(document["backend"], cache.backend.name, "backend in the file")
+
+
+@pytest.mark.rule("D5")
+def test_filled_with_grad(subject: Subject, kind: str, tmp_path: Path) -> None:
+    cache = subject.cache(layer_spec(kind))
+    with torch.enable_grad():
+        for step, new in enumerate((9, 1)):
+            keys, values = (states.requires_grad_() * 2 for states in subject.states(new, seed=step))
+            cache.update(keys, values, 0)
+    cache.save(tmp_path / "cache.safetensors")
+    twin = copy.deepcopy(cache)
+    for name, tensor in _layer(twin).storage().items():
+        expect(not tensor.requires_grad, f"storage()[{name!r}] of a copy detached", "it requires grad")
+    _expect_continues(subject, twin, cache)
+
+
+@pytest.mark.rule("D6")
+@pytest.mark.parametrize("way", ["new", "reset"])
+def test_an_empty_cache_is_copied_and_saved(subject: Subject, kind: str, way: str, tmp_path: Path) -> None:
+    cache = subject.cache(layer_spec(kind))
+    if way == "reset":
+        subject.fill(_layer(cache), 9, 3)
+        cache.reset()
+    cache.save(tmp_path / "cache.safetensors")
+    for other in (copy.deepcopy(cache), kvrack.load(tmp_path / "cache.safetensors", subject.device)):
+        expect_equal(other.get_seq_length(), 0, "get_seq_length()")
+        expect_same(_layer(other), subject.layer(kind), *subject.states(4))
