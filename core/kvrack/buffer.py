@@ -142,6 +142,7 @@ class TokenBuffer:
         # The old memory goes first: both at once would double the peak.
         self.data = None
         self.data = self.placement.allocate(shape, dtype, device)
+        _mark_growing(self.data)
         self.start = self.stop = 0
 
     def _reserve(self, states: torch.Tensor, new: int, keep: int | None) -> None:
@@ -178,6 +179,7 @@ class TokenBuffer:
             shape = (self.data.shape[0], self.data.shape[1], capacity, self.data.shape[3])
             moved = self.placement.allocate(shape, self.data.dtype, self.data.device)
             moved.narrow(TOKENS, 0, length).copy_(held)
+            _mark_growing(moved)
             self.data = moved
         self.start, self.stop = 0, length
 
@@ -193,6 +195,12 @@ class TokenBuffer:
         self.data.narrow(TOKENS, 0, keep).copy_(newest.detach())
         self.start, self.stop = 0, keep
         return everything
+
+
+def _mark_growing(data: torch.Tensor) -> None:
+    """Tell torch.compile that memory of another capacity will follow, so that it needs no new graph for it."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(data, TOKENS)
 
 
 def check_states(states: torch.Tensor, data: torch.Tensor | None, what: str) -> None:

@@ -160,13 +160,13 @@ class FixedBuffer:
             data.narrow(TOKENS, first, new).copy_(states.detach())
 
     def view(self, first: int, count: int) -> torch.Tensor:
-        """Return slots `first` and on, ``[batch, heads, count, channels]``."""
+        """Return tokens `first` and on, ``[batch, heads, count, channels]``; slots that hold none, where there are."""
         return self._memory().narrow(TOKENS, first, count)
 
-    def restore(self, tokens: torch.Tensor) -> None:
-        """Write `tokens`, as `view(0, count)` returned them, to the front of memory that fits them."""
+    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
+        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them."""
         self.allocate_for(tokens)
-        self._memory().narrow(TOKENS, 0, tokens.shape[TOKENS]).copy_(tokens.detach())
+        self.view(first, tokens.shape[TOKENS]).copy_(tokens.detach())
 
     def _memory(self) -> torch.Tensor:
         assert self.data is not None, "used before allocate()"
@@ -184,10 +184,13 @@ class RingBuffer(FixedBuffer):
 
     copies = 2
 
-    def write_over(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
-        """Write the newest of `states`, tokens `first` and on, over the oldest tokens; `position` is `first` on
-        the device. To be used from the first token on that finds no free slot."""
-        data, new = self._memory(), states.shape[TOKENS]
+    def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
+        new = states.shape[TOKENS]
+        if first + new <= self.slots:
+            # The second copy is read from the first token on that finds no free slot.
+            super().write(states, first, position)
+            return
+        data = self._memory()
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)
         if new == 1 and not torch.compiler.is_compiling():
@@ -199,11 +202,11 @@ class RingBuffer(FixedBuffer):
         data.index_copy_(TOKENS, slots, kept)
         data.index_copy_(TOKENS, slots + self.slots, kept)
 
-    def newest(self, count: int, seen: int) -> torch.Tensor:
-        """Return the newest `count` of `seen` tokens, oldest first, as a view."""
-        return self.view((seen - count) % self.slots, count)
+    def view(self, first: int, count: int) -> torch.Tensor:
+        """Return tokens `first` and on, oldest first, as a view; `count` is at most `slots`."""
+        return self._memory().narrow(TOKENS, first % self.slots, count)
 
-    def restore_ring(self, tokens: torch.Tensor) -> None:
-        """Write `tokens`, as ``view(0, slots)`` of a full ring returned them."""
-        self.restore(tokens)
-        self._memory().narrow(TOKENS, self.slots, self.slots).copy_(tokens.detach())
+    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
+        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them, twice."""
+        super().restore(tokens, first)
+        self._memory().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())
