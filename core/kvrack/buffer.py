@@ -78,7 +78,9 @@ class TokenBuffer:
             of its own (`states` itself when nothing was held).
         """
         new = states.shape[TOKENS]
-        if keep is not None and len(self) + new > self._most(keep):
+        if keep is not None and len(self) + new > (keep if torch.compiler.is_compiling() else self._most(keep)):
+            # Sliding in place needs a graph for steps that slide and one for those that don't, for each
+            # combination of layers; a graph that copies the window is one.
             return self._pass_through(states, keep)
         self._reserve(states, new, keep)
         assert self.data is not None

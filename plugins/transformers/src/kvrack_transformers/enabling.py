@@ -159,5 +159,7 @@ def _prepare_cache_for_generation(
 
 def _drafted_tokens(generation_config: GenerationConfig) -> int:
     """Return how many tokens generate may draft at once, the one that follows them included."""
-    drafted = (getattr(generation_config, key, None) or 0 for key in ("prompt_lookup_num_tokens", "num_assistant_tokens"))
+    drafted = (
+        getattr(generation_config, key, None) or 0 for key in ("prompt_lookup_num_tokens", "num_assistant_tokens")
+    )
     return max(drafted) + 1
