@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvrack.buffer import TokenBuffer
     from kvrack.buffered import BufferedLayer
     from kvrack.cache import Cache, create_cache
+    from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
@@ -43,6 +44,8 @@ _LATE = {
     "BuildContext": "kvrack.layer",
     "Cache": "kvrack.cache",
     "CacheLayer": "kvrack.layer",
+    "Codec": "kvrack.codec",
+    "CodecConfig": "kvrack.codec",
     "Placement": "kvrack.placement",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
@@ -69,6 +72,8 @@ __all__ = [
     "CacheLayer",
     "Capabilities",
     "CapacityExceeded",
+    "Codec",
+    "CodecConfig",
     "DuplicateBackend",
     "InvalidConfig",
     "InvalidPlugin",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +47,22 @@ class Capabilities:
     stable_address: bool = _promise("its tensors keep their address from the first allocation on")
     lossless: bool = _promise("returns bit-identical tensors to plain concatenation")
     relative_error: float = 0.0
-    """Bound on |returned - given| relative to the largest magnitude in the same batch row, head and
-    update; 0.0 where `lossless`."""
+    """Bound on |returned - given| relative to the largest magnitude given so far in the same batch
+    row and head; 0.0 where `lossless`. A token that a crop cut out of its encoded block is encoded
+    again, which may add the bound once more."""
+    window: int | None = None
+    """Tokens that a query of a *full* layer attends at most, itself included, besides the first
+    `sinks`; None where every token stays visible. A sliding layer's window is the model's."""
+    sinks: int = 0
+    """Tokens from the start of the sequence that stay visible besides the window."""
 
     def __post_init__(self) -> None:
         if self.lossless and self.relative_error != 0.0:
             raise ValueError(
                 f"Capabilities: lossless, yet relative_error is {self.relative_error}; declare one of them"
             )
+        if self.sinks and self.window is None:
+            raise ValueError(f"Capabilities: sinks is {self.sinks}, yet every token stays visible; declare the window")
         if not self.lossless and not self.relative_error > 0.0:
             raise ValueError("Capabilities: not lossless, so relative_error must say its bound (above 0)")
 
@@ -89,6 +97,8 @@ class Backend:
         summary: one line, shown by ``kvrack backends``.
         layer: ``"module:callable"``, called as ``callable(spec, config, context)`` for each layer
             of a model that attends or keeps states; returns a `CacheLayer`. Imported when built.
+        codec: instead of `layer`, ``"module:class"`` of the `Codec` subclass that encodes the keys
+            and values of an `EncodedLayer`. Imported when built.
         config: ``"module:class"`` of the `BackendConfig` subclass that validates `cache_config`.
         requires: requirements the layer's module needs, as pip takes them (``"hqq>=0.2"``);
             checked when the name is resolved.
@@ -96,9 +106,15 @@ class Backend:
 
     name: str
     summary: str
-    layer: str
+    layer: str | None = None
+    codec: str | None = None
     config: str = "kvrack.config:BackendConfig"
     requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.layer is None) == (self.codec is None):
+            given = "neither" if self.layer is None else "both"
+            raise InvalidPlugin(self.name, "its Backend", f"expected exactly one of layer= and codec=, got {given}")
 
     def config_class(self) -> type[BackendConfig]:
         """Return the config class. Raises InvalidPlugin when it is not a `BackendConfig`."""
@@ -113,16 +129,31 @@ class Backend:
         """Return a new, empty layer. Nothing is allocated.
 
         Raises UnsupportedOperation when the backend refuses this kind of layer, InvalidPlugin when
-        the builder swallows arguments or returns something else than a layer.
+        the builder swallows arguments or returns something else than a layer, or when `codec` names
+        no codec.
         """
         from kvrack.layer import CacheLayer
 
-        builder = import_object(self.layer)
-        if swallowed := swallows_arguments(builder):
-            raise InvalidPlugin(
-                self.name, self.layer, f"its builder swallows arguments ({swallowed}); name spec, config and context"
-            )
+        if self.codec is not None:
+            return self._build_encoded(self.codec, spec, config, context)
+        assert self.layer is not None
+        builder = self._explicit(self.layer, "builder", "name spec, config and context")
         layer = builder(spec, config, context)
         if not isinstance(layer, CacheLayer):
             raise InvalidPlugin(self.name, self.layer, f"its builder returned {type(layer).__name__}, not a CacheLayer")
         return layer
+
+    def _build_encoded(self, path: str, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
+        from kvrack.codec import Codec
+        from kvrack.encoded import EncodedLayer
+
+        codec = self._explicit(path, "constructor", "name config and role")
+        if not (isinstance(codec, type) and issubclass(codec, Codec)):
+            raise InvalidPlugin(self.name, path, "its codec must be a subclass of kvrack.codec.Codec")
+        return EncodedLayer(spec, config, replace(context, codec=codec))
+
+    def _explicit(self, path: str, what: str, remedy: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = import_object(path)
+        if swallowed := swallows_arguments(found):
+            raise InvalidPlugin(self.name, path, f"its {what} swallows arguments ({swallowed}); {remedy}")
+        return found

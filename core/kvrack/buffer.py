@@ -9,6 +9,7 @@ moves every token at every step.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,32 @@ TOKENS = 2
 
 MIN_ROOM = 16
 """Tokens of room that an allocation has at least, so that small buffers do not grow at every step."""
+
+
+class Tokens(Protocol):
+    """What a layer asks of the buffers it keeps tokens in; `TokenBuffer` says what each method does."""
+
+    def __len__(self) -> int: ...
+
+    def view(self) -> torch.Tensor | None: ...
+
+    def check(self, states: torch.Tensor, what: str) -> None: ...
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None: ...
+
+    def append(self, states: torch.Tensor, keep: int | None = None) -> torch.Tensor: ...
+
+    def drop_newest(self, count: int) -> None: ...
+
+    def keep_newest(self, count: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def storage(self) -> dict[str, torch.Tensor]: ...
+
+    def metadata(self) -> dict[str, int]: ...
+
+    def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None: ...
 
 
 class TokenBuffer:
@@ -99,6 +126,10 @@ class TokenBuffer:
         """Forget the newest `count` tokens; all of them when there are fewer."""
         self.stop = max(self.start, self.stop - count)
 
+    def drop_oldest(self, count: int) -> None:
+        """Forget the oldest `count` tokens, keeping the memory; all of them when there are fewer."""
+        self.start = min(self.stop, self.start + count)
+
     def keep_newest(self, count: int) -> None:
         """Forget all but the newest `count` tokens, and give back memory that only they needed."""
         self.start = max(self.start, self.stop - count)
@@ -109,6 +140,19 @@ class TokenBuffer:
         """Forget every token and free the memory."""
         self.data = None
         self.start = self.stop = 0
+
+    def storage(self) -> dict[str, torch.Tensor]:
+        """Return the one view there is, under the empty name; {} before any allocation."""
+        view = self.view()
+        return {} if view is None else {"": view}
+
+    def metadata(self) -> dict[str, int]:
+        """Return nothing: the tokens are the whole state."""
+        return {}
+
+    def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        """Hold what `storage()` and `metadata()` of another buffer returned, copied."""
+        self.restore(storage[""])
 
     def restore(self, tokens: torch.Tensor) -> None:
         """Hold exactly `tokens`, copied; memory that fits them is written in place."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
-from kvrack.buffer import TOKENS
+from kvrack.buffer import TOKENS, Tokens
 from kvrack.config import BackendConfig
 from kvrack.errors import ShapeMismatch
 from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
 from kvrack.model import LayerSpec
 
+Part = TypeVar("Part")
+
 
 class BufferedLayer(AttentionLayer):
-    """An attention layer over two TokenBuffers, one for keys and one for values.
+    """An attention layer over two buffers, one for keys and one for values.
 
     What a full, sliding or chunked layer does with tokens, whatever its buffers do with bytes. A
     windowed layer holds ``window - 1`` tokens between updates, as many as the next query can see
@@ -24,8 +28,8 @@ class BufferedLayer(AttentionLayer):
         self.record_past = False
         self._seen = 0
         self._keep = spec.window - 1 if spec.window is not None else None
-        self._keys = context.buffer(growth)
-        self._values = context.buffer(growth)
+        self._keys: Tokens = context.buffer(growth)
+        self._values: Tokens = context.buffer(growth)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._keys.check(key_states, "keys")
@@ -98,16 +102,21 @@ class BufferedLayer(AttentionLayer):
         self._home = None
 
     def storage(self) -> dict[str, torch.Tensor]:
-        keys, values = self._keys.view(), self._values.view()
-        return {} if keys is None or values is None else {"keys": keys, "values": values}
+        keys, values = self._keys.storage(), self._values.storage()
+        return {**_prefixed("keys", keys), **_prefixed("values", values)} if keys and values else {}
 
     def metadata(self) -> dict[str, int]:
-        return {"seen": self._seen, "record_past": int(self.record_past)}
+        own = {"seen": self._seen, "record_past": int(self.record_past)}
+        return {
+            **own,
+            **_prefixed("keys", self._keys.metadata()),
+            **_prefixed("values", self._values.metadata()),
+        }
 
     def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
         if storage:
-            self._keys.restore(storage["keys"])
-            self._values.restore(storage["values"])
+            self._keys.load(_of("keys", storage), _of("keys", metadata))
+            self._values.load(_of("values", storage), _of("values", metadata))
         else:
             self.reset()
         self._seen = metadata["seen"]
@@ -122,6 +131,16 @@ class BufferedLayer(AttentionLayer):
     @property
     def values(self) -> torch.Tensor | None:
         return self._values.view()
+
+
+def _prefixed(role: str, parts: dict[str, Part]) -> dict[str, Part]:
+    """Return the parts by their names in the layer: "keys" for the nameless one, else "keys.codes"."""
+    return {f"{role}.{name}" if name else role: part for name, part in parts.items()}
+
+
+def _of(role: str, named: dict[str, Part]) -> dict[str, Part]:
+    """Return what `_prefixed` named for `role`, by the buffer's own names."""
+    return {name[len(role) + 1 :]: part for name, part in named.items() if name == role or name.startswith(f"{role}.")}
 
 
 def check_pair(key_states: torch.Tensor, value_states: torch.Tensor) -> None:

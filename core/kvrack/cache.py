@@ -23,8 +23,8 @@ class MemoryRow:
     """Bytes that one role of one layer takes on one device.
 
     Attributes:
-        layer: index of the layer.
-        role: what the bytes are: keys, values, or their codes, scales, tail; states.
+        layer: index of the layer; what several share is the first's.
+        role: what the bytes are: keys, values, or their codes, scales, tail; states; scratch.
         device: where they are.
         nbytes: bytes allocated, room for further tokens included.
     """
@@ -223,7 +223,10 @@ class Cache:
         """Return the bytes held by layer, role and device; memory that two share is counted at the first."""
         named = {(i, name): tensor for i, layer in enumerate(self.layers) for name, tensor in layer.storage().items()}
         sizes = allocations({f"{i}.{name}": tensor for (i, name), tensor in named.items()})
-        return [MemoryRow(i, name, str(tensor.device), sizes[f"{i}.{name}"]) for (i, name), tensor in named.items()]
+        rows = [MemoryRow(i, name, str(tensor.device), sizes[f"{i}.{name}"]) for (i, name), tensor in named.items()]
+        first = rows[0].layer if rows else 0
+        scratch = self._context.scratch.tensors().values()
+        return rows + [MemoryRow(first, "scratch", str(tensor.device), tensor.nbytes) for tensor in scratch]
 
     def twin(self) -> Cache:
         """Return a new, empty cache, built as this one was."""
@@ -236,6 +239,7 @@ class Cache:
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         twin = self.twin()
         memo[id(self)] = twin
+        twin._context = copy.deepcopy(self._context, memo)
         twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         return twin
 

@@ -21,8 +21,8 @@ from kvrack.registry import COMMAND_GROUP, backends, installed, load_command
 
 KNOWN_COMMANDS = {
     "generate": "kvrack-transformers[cli]",
-    "conform": "kvrack-spec[cli]",
-    "new": "kvrack-spec[cli]",
+    "conform": "kvrack-spec",
+    "new": "kvrack-spec",
 }
 """The project's own plugin commands and what to install for each, for error texts."""
 

@@ -10,17 +10,20 @@ spec/SPEC.md states the contract as numbered rules; the conformance suite proves
 
 from __future__ import annotations
 
+import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from kvrack.backend import Capabilities
 from kvrack.buffer import TokenBuffer
+from kvrack.codec import Codec, Role, Scratch
 from kvrack.config import BackendConfig
-from kvrack.errors import UnsupportedOperation
+from kvrack.errors import InvalidPlugin, UnsupportedOperation
 from kvrack.model import LayerSpec
 from kvrack.placement import DEVICE, Placement
 
@@ -35,15 +38,37 @@ class BuildContext:
         backend: name the layer was asked for by, for messages.
         placement: where buffers take their memory from.
         max_length: tokens the whole use will need (prompt and answer), None when unknown.
+        codec: class that encodes what the layer keeps, None where it keeps plain tensors.
+        scratch: memory that the cache's layers decode into, shared by them.
     """
 
     backend: str = ""
     placement: Placement = field(default=DEVICE)
     max_length: int | None = None
+    codec: type[Codec] | None = None
+    scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
-    def buffer(self, growth: float = 1.25) -> TokenBuffer:
-        """Return a new, empty buffer for one tensor of tokens, growing by `growth`."""
-        return TokenBuffer(growth=growth, limit=self.max_length, placement=self.placement)
+    def buffer(self, growth: float = 1.25, rows: float = 1.0) -> TokenBuffer:
+        """Return a new, empty buffer for one tensor of tokens, growing by `growth`.
+
+        Args:
+            growth: factor by which its memory grows.
+            rows: rows of the buffer that a token takes, below 1 where several share one.
+        """
+        limit = None if self.max_length is None else math.ceil(self.max_length * rows)
+        return TokenBuffer(growth=growth, limit=limit, placement=self.placement)
+
+    def new_codec(self, config: BackendConfig, role: Role) -> Codec:
+        """Return a codec for `role`. Raises InvalidPlugin when the context has none."""
+        if self.codec is None:
+            raise InvalidPlugin(
+                self.backend, "its layer", "it encodes, but no codec was named; give Backend(codec=...)"
+            )
+        return self.codec(config, role)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BuildContext:
+        # Only the scratch is state: a copied cache must not decode into the original's.
+        return replace(self, scratch=copy.deepcopy(self.scratch, memo))
 
 
 class CacheLayer(ABC):
@@ -191,7 +216,7 @@ class CacheLayer(ABC):
         return type(self)(self.spec, self.config, self.context)
 
     def __deepcopy__(self: Layer, memo: dict[int, Any]) -> Layer:
-        twin = self.twin()
+        twin = type(self)(self.spec, self.config, copy.deepcopy(self.context, memo))
         memo[id(self)] = twin
         twin.restore(self.storage(), self.metadata())
         twin._home = self._home
@@ -226,8 +251,10 @@ class AttentionLayer(CacheLayer):
 
         Returns:
             Keys and values ``[batch, kv_heads, kv_length, head_dim]``, oldest first, in the dtype
-            given; `kv_length` is what `get_mask_sizes` said for as many new tokens. They stay valid
-            until the layer's next update, and belong to the layer: read, do not write.
+            given; `kv_length` is what `get_mask_sizes` said for as many new tokens. They belong to
+            the layer: read, do not write. They stay valid until the cache's next update, of any
+            layer (layers that decode share their scratch); where the spec says `read_by_others`,
+            until this layer's next, so to the end of the step.
 
         Raises ShapeMismatch or CapacityExceeded before anything is written.
         """

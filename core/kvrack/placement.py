@@ -20,11 +20,9 @@ class Placement:
         It is an ordinary tensor even when asked for under `torch.inference_mode`, since an
         inference tensor could not be written again outside it.
         """
-        # Dynamo can't trace the question; it makes ordinary tensors.
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return torch.empty(tuple(shape), dtype=dtype, device=device)
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        # Unconditionally: asking whether inference mode is on is what torch.compile cannot trace.
+        with torch.inference_mode(False):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 DEVICE = Placement()

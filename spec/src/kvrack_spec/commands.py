@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvrack_command(name: str) -> click.Command | None:
-    """Return ``kvrack conform``."""
+    """Return ``kvrack conform`` or ``kvrack new``."""
     if name == "conform":
         from kvrack_spec.conform import conform
 
         return conform
+    if name == "new":
+        from kvrack_spec.new import new
+
+        return new
     return None

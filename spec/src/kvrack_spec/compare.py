@@ -8,7 +8,7 @@ import torch
 
 from kvrack.layer import AttentionLayer
 from kvrack_spec.expect import broken, expect, expect_equal
-from kvrack_spec.oracle import TOKENS
+from kvrack_spec.oracle import TOKENS, Oracle
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,12 @@ def see(layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> Seen
         returned_keys, returned_values = returned_keys[:, :, used], returned_values[:, :, used]
     # A layer may write into what it returned at its next update (L11): what is compared later is copied.
     return Seen(returned_keys.detach().clone(), returned_values.detach().clone(), length, any_order)
+
+
+def oracle_of(layer: AttentionLayer) -> Oracle:
+    """Return the oracle of a layer: of the model's window, or of the one that a full layer declares."""
+    window = layer.spec.window if layer.is_sliding else layer.capabilities.window
+    return Oracle(window, layer.capabilities.sinks)
 
 
 def tolerance(layer: AttentionLayer, dtype: torch.dtype, times: float = 1.0) -> float:
@@ -120,7 +126,11 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of any dtype are equal bit for bit, NaN included."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(one.detach().contiguous().view(torch.uint8), other.detach().contiguous().view(torch.uint8))
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def _order(seen: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

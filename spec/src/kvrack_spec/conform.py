@@ -68,7 +68,7 @@ def run_conformance(arguments: list[str]) -> tuple[int, Result | None]:
     type=click.Path(dir_okay=False),
     help="Checks known to fail, one a line: 'test_crop.py::test_name  # reason'.",
 )
-@click.option("--quick", is_flag=True, help="The same checks with fewer shapes and shorter random sequences.")
+@click.option("--quick", is_flag=True, help="Every check, with a few of its parameters each.")
 @click.option("-k", "keyword", metavar="EXPR", help="Run only the checks that match, as pytest's -k.")
 @click.pass_context
 def conform(

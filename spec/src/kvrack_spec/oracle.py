@@ -7,15 +7,23 @@ import torch
 TOKENS = 2
 
 
+def shown(length: int, count: int, sinks: int = 0) -> list[int]:
+    """Return the positions of `count` tokens out of `length`: the first `sinks`, then the newest."""
+    first = min(sinks, count)
+    return [*range(first), *range(length - count + first, length)]
+
+
 class Oracle:
-    """Every token given, ``[batch, heads, tokens, head_dim]``, and what a window of them shows.
+    """Every token given, ``[batch, heads, tokens, head_dim]``, and what a window of them shows, with
+    the first `sinks` of the sequence before it.
 
     Keeps all tokens, also those that a window hides. `key_scale` and `value_scale`
     ``[batch, heads, 1, 1]`` are the largest magnitudes given so far, for bounds of lossy backends.
     """
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, sinks: int = 0) -> None:
         self.window = window
+        self.sinks = sinks
         self.reset()
 
     def reset(self) -> None:
@@ -36,8 +44,14 @@ class Oracle:
 
     def visible(self, new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention sees of keys and values after an update of `new` tokens."""
-        count = self.length if self.window is None else min(self.length, self.window - 1 + new)
-        return self.keys[:, :, self.length - count :], self.values[:, :, self.length - count :]
+        if self.window is None:
+            return self.shown(self.length)
+        return self.shown(min(self.length, self.sinks + self.window - 1 + new))
+
+    def shown(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `count` tokens of keys and values: the sinks, then the newest."""
+        positions = torch.tensor(shown(self.length, count, self.sinks), dtype=torch.long, device=self.keys.device)
+        return self.keys.index_select(TOKENS, positions), self.values.index_select(TOKENS, positions)
 
     def crop(self, tokens: int) -> None:
         kept = max(0, self.length + tokens)
@@ -52,6 +66,6 @@ class Oracle:
             self.key_scale, self.value_scale = self.key_scale[rows], self.value_scale[rows]
 
     def copy(self) -> Oracle:
-        twin = Oracle(self.window)
+        twin = Oracle(self.window, self.sinks)
         twin.__dict__.update(self.__dict__)  # tensors are replaced here, never written
         return twin

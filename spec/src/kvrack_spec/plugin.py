@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="device to test on; default: the CPU and the accelerator that torch finds",
     )
     group.addoption(
-        "--kvrack-quick", action="store_true", help="the same checks with fewer shapes and shorter random sequences"
+        "--kvrack-quick", action="store_true", help="every check, with a few of its parameters each"
     )
     group.addoption("--kvrack-json", metavar="FILE", help="write the result as JSON")
     group.addoption(

@@ -54,6 +54,7 @@ class Result:
         checks: each check's result, in order.
         problems: what is wrong besides failed checks: stale lines of expected failures, nothing run.
         selected: whether only some checks were asked for.
+        quick: whether they ran with fewer shapes.
     """
 
     backend: str
@@ -64,6 +65,7 @@ class Result:
     checks: list[CheckResult] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     selected: bool = False
+    quick: bool = False
 
     def of(self, outcome: Outcome) -> list[CheckResult]:
         """Return the checks of this outcome."""
@@ -118,7 +120,7 @@ class Result:
             word = f"PASSES WHAT WAS SELECTED, {len(self.checks)} checks"
         else:
             word = "CONFORMS"
-        return f"{word} (kvrack-spec {SPEC_VERSION}): {', '.join(parts)}"
+        return f"{word} (kvrack-spec {SPEC_VERSION}{', quick' if self.quick else ''}): {', '.join(parts)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON-able data with everything that the report says."""

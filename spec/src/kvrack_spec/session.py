@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import traceback
+from collections import defaultdict
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +24,9 @@ from kvrack_spec.result import CheckResult, Outcome, Result
 from kvrack_spec.subject import Subject
 
 PACKAGE = "kvrack_spec.checks"
+QUICK = 6
+"""Sets of parameters that a quick run keeps of each check."""
+
 DECLINED = "declined: "
 """How the reason of a check starts that is not run because the backend doesn't promise what it proves."""
 
@@ -68,11 +72,8 @@ class Conformance:
         expected: lines of expected failures.
     """
 
-    def __init__(
-        self, result: Result, expected: list[ExpectedFailure], json_path: str | None, quick: bool = False
-    ) -> None:
+    def __init__(self, result: Result, expected: list[ExpectedFailure], json_path: str | None) -> None:
         self.result = result
-        self.quick = quick
         self.expected = expected
         self.json_path = json_path
 
@@ -82,13 +83,13 @@ class Conformance:
         settings = parse_settings(config.getoption("--kvrack-set"))
         result = open_backend(config.getoption("--kvrack-backend"), settings)
         result.devices = tuple(config.getoption("--kvrack-device")) or available_devices()
+        result.quick = config.getoption("--kvrack-quick")
         path = config.getoption("--kvrack-expected-failures")
-        expected = read_expected_failures(path) if path else []
-        return cls(result, expected, config.getoption("--kvrack-json"), config.getoption("--kvrack-quick"))
+        return cls(result, read_expected_failures(path) if path else [], config.getoption("--kvrack-json"))
 
     def subject(self, device: str = "cpu") -> Subject:
         """Return the backend under test on `device`."""
-        return Subject(self.result.backend, self.result.settings, device, self.quick)
+        return Subject(self.result.backend, self.result.settings, device, self.result.quick)
 
     # --- pytest's hooks -------------------------------------------------------------------------
 
@@ -98,6 +99,8 @@ class Conformance:
             reporter.write(report.header(self.result))
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self.result.quick:
+            items[:] = _sample(items)
         for item in items:
             if not _is_check(item):
                 continue
@@ -142,6 +145,18 @@ class Conformance:
         terminalreporter.write(report.failures(self.result))
         terminalreporter.write(report.table(self.result, width, terminalreporter._tw.hasmarkup))
         terminalreporter.write_line(self.result.verdict(), green=self.result.conforms, red=not self.result.conforms)
+
+
+def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the items with at most `QUICK` sets of parameters of each check, evenly chosen."""
+    sets: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        sets[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for each in sets.values():
+        last, count = len(each) - 1, min(QUICK, len(each))
+        kept.update(each[round(i * last / max(1, count - 1))].nodeid for i in range(count))
+    return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
 
 
 def _is_check(item: pytest.Item) -> bool:

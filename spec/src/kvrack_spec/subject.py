@@ -52,15 +52,13 @@ SHAPES = tuple(
     for heads in (1, 3)
     for head_dim in (16, 64)
 )
-QUICK_SHAPES = (Shape(1, 1), Shape(3, 3, 64, 64, torch.bfloat16), Shape(3, 1, dtype=torch.float16))
-"""What stands for `SHAPES` in a quick run."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """A backend by name, the settings it is tested with, and the device its states are on.
 
-    `quick` asks for fewer shapes and shorter random sequences, in the same checks.
+    `quick` asks for shorter random sequences.
     """
 
     name: str

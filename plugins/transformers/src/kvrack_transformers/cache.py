@@ -80,8 +80,8 @@ class TransformersCache(HFCache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.rack.get_seq_length(layer_idx)
 
-    def get_mask_sizes(self, query_length: int | torch.Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        return self.rack.get_mask_sizes(versions.query_length(query_length), layer_idx)
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.rack.get_mask_sizes(query_length, layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rack.get_max_length(layer_idx)

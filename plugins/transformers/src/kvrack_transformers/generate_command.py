@@ -126,17 +126,18 @@ def generate(
     cache holds. Without PROMPT, it is read from --prompt-file or from standard input.
     """
     text = _prompt(prompt, prompt_file)
-    names, left_out = _names(caches, settings)
     source = find_model(model)
     with _activity("Starting"):
+        names, left_out = _names(caches, settings)
         target = _device(device)
     loaded = load_model(source, target, _activity)
     inputs = _tokens(loaded, text)
     sampling = Sampling(_room(loaded, inputs, max_new_tokens), temperature, _seed(seed))
 
+    comparing = ALL in caches or len(names) > 1
     answers: list[Answer] = []
     for name in names:
-        if len(names) > 1:
+        if comparing:
             click.secho(f"{name}:", bold=True)
         try:
             answers.append(_answer(loaded, inputs, name, settings, sampling))
@@ -147,11 +148,11 @@ def generate(
             left_out[name] = str(error)
             continue
         _report(answers[-1])
-        if len(names) > 1:
+        if comparing:
             click.echo()
     if not answers:
         raise kvrack.KvrackError(f"no installed backend could answer: {'; '.join(left_out.values())}")
-    if len(names) > 1 or left_out:
+    if comparing:
         _compare(answers, left_out)
 
 

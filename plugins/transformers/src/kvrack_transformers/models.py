@@ -38,6 +38,9 @@ CACHE_VARIABLE = "KVRACK_CACHE_DIR"
 CONVERSION = "1"
 """Part of a converted model's folder name; raised when what `convert` writes changes."""
 
+GGUF_LIBRARIES = ("gguf", "accelerate", "platformdirs")
+"""What a GGUF file needs besides transformers, which itself asks for the first two."""
+
 WORKING = ".converting-"
 DAY = 24 * 60 * 60
 
@@ -197,7 +200,7 @@ def converted_folder(file: Path) -> Path:
 
 
 def _converted(file: Path, name: str, activity: Activity) -> Path:
-    for needed in ("gguf", "platformdirs"):
+    for needed in GGUF_LIBRARIES:
         if importlib.util.find_spec(needed) is None:
             raise ModelError(
                 name, f"a GGUF file needs {needed}, which is not installed. Run: pip install 'kvrack-transformers[cli]'"

@@ -93,7 +93,7 @@ def _sharing(decoder: PreTrainedConfig, count: int) -> list[str | None]:
     modes = getattr(decoder, "kv_sharing_modes", None)
     if modes is not None:
         return list(modes)
-    # Before that property (Gemma3n in transformers 5.0): the last n layers reuse what earlier ones
+    # Before that property (Gemma3n in transformers 5.6): the last n layers reuse what earlier ones
     # of their type keep. Which ones is not said, so all that keep may be read.
     shared = getattr(decoder, "num_kv_shared_layers", None) or 0
     return ["store" if shared else None] * (count - shared) + ["reuse"] * shared

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 
-import torch
 from transformers import GenerationConfig, GenerationMixin
 from transformers.cache_utils import Cache as HFCache
 
@@ -25,14 +24,6 @@ it is the number of tokens to remove (a negative one)."""
 
 VALIDATE_TAKES_USER_ATTRIBUTES = "user_set_attributes" in inspect.signature(GenerationConfig.validate).parameters
 """Whether GenerationConfig.validate has that argument: from about 5.7 on."""
-
-
-def query_length(given: int | torch.Tensor) -> int:
-    """Return the number of query tokens that `get_mask_sizes` was asked about.
-
-    Until about 5.5 the argument is `cache_position`, the positions of the queries; now the number.
-    """
-    return given if isinstance(given, int) else given.shape[0]
 
 
 def tokens_to_crop(given: int, held: int) -> int:

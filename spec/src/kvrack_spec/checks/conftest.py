@@ -12,7 +12,7 @@ from kvrack.backend import Capabilities
 from kvrack_spec.plugin import REPORTER
 from kvrack_spec.result import QUALITIES
 from kvrack_spec.session import DECLINED, Conformance
-from kvrack_spec.subject import KINDS, PROMISE_OF_KIND, QUICK_SHAPES, SHAPES, Subject
+from kvrack_spec.subject import KINDS, PROMISE_OF_KIND, SHAPES, Subject
 
 def _conformance(config: pytest.Config) -> Conformance:
     found: Conformance | None = config.pluginmanager.get_plugin(REPORTER)
@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
     if "any_shape" in metafunc.fixturenames:
-        metafunc.parametrize("any_shape", QUICK_SHAPES if conformance.quick else SHAPES, ids=str)
+        metafunc.parametrize("any_shape", SHAPES, ids=str)
     if "declined" in metafunc.fixturenames:
         metafunc.parametrize("declined", list(_declined(conformance.subject())) or _none("nothing is declined"))
     if "inner" in metafunc.fixturenames:
@@ -93,10 +93,11 @@ def _promised(request: pytest.FixtureRequest) -> None:
     node = request.node
     parameters = node.callspec.params if hasattr(node, "callspec") else {}
     kind = parameters.get("kind", parameters.get("windowed", "full"))
-    subject = _conformance(request.config).subject()
-    if not subject.serves(kind):
+    conformance = _conformance(request.config)
+    subject = conformance.subject()
+    if kind != "full" and not getattr(conformance.result.capabilities, PROMISE_OF_KIND[kind]):
         pytest.skip(f"{DECLINED}{PROMISE_OF_KIND[kind]}")
-    if node.get_closest_marker("refusal"):
+    if node.get_closest_marker("refusal") or node.get_closest_marker("capability") is None:
         return
     capabilities = subject.capabilities(kind)
     for mark in node.iter_markers("capability"):

@@ -32,6 +32,8 @@ def _given(subject: Subject, layer: AttentionLayer, tokens: int, start: int = 0)
 @pytest.mark.parametrize("removed", [1, 2, 7])
 def test_crop_leaves_what_fewer_tokens_would_have_left(subject: Subject, tokens: int, removed: int) -> None:
     layer, twin = subject.layer(), subject.layer()
+    if layer.capabilities.window is not None and layer.capabilities.records_past:
+        layer.activate_past_recording()
     _given(subject, layer, tokens)
     _given(subject, twin, tokens - removed)
     layer.crop(-removed)

@@ -6,6 +6,7 @@ import pytest
 
 from kvrack_spec.compare import Unchanged, see
 from kvrack_spec.expect import broken, expect, expect_equal
+from kvrack_spec.oracle import shown
 from kvrack_spec.subject import WINDOW, Shape, Subject
 from kvrack_spec.tags import tagged, tokens_seen
 
@@ -48,7 +49,8 @@ def _expect_mask_sizes(subject: Subject, kind: str, pattern: tuple[int, ...]) ->
         tokens = tokens_seen(keys[:, :, :used])
         if layer.is_compileable and layer.is_sliding:
             tokens = sorted(tokens)
-        expect_equal(tokens, list(range(offset, offset + used)), f"tokens of the slots, by the offset {offset} {when},")
+        expected = shown(offset + used, used, layer.capabilities.sinks)
+        expect_equal(tokens, expected, f"tokens of the slots, by the offset {offset} {when},")
         expect_equal(tokens[-1], given - 1, f"newest token in the slots {when}")
 
 
@@ -114,3 +116,22 @@ def test_max_length_is_a_capacity_or_none(subject: Subject, kind: str) -> None:
     subject.fill(layer, 9, 2)
     if layer.get_max_length() != most:
         broken(f"get_max_length() to stay {most}", layer.get_max_length())
+
+
+@pytest.mark.rule("L36")
+@pytest.mark.parametrize("passed", [-1, 0, 1, 5])
+@pytest.mark.parametrize("new", [1, 3])
+def test_a_full_layer_shows_as_many_tokens_as_declared(subject: Subject, passed: int, new: int) -> None:
+    layer = subject.layer()
+    if new > 1 and not layer.capabilities.chunked_prefill:
+        pytest.skip("declined: chunked_prefill")
+    window, sinks = layer.capabilities.window, layer.capabilities.sinks
+    # One that declares no window shows every token, here past the suite's own window.
+    given = max(1, sinks + (WINDOW if window is None else window) - 1 + passed)
+    layer.update(*tagged(0, given, Shape(), subject.device))
+    _, offset = layer.get_mask_sizes(new)
+    keys, _ = layer.update(*tagged(given, new, Shape(), subject.device))
+    first = 0 if window is None else max(0, given - (window - 1))
+    expected = sorted({*range(min(sinks, given)), *range(first, given + new)})
+    used = given + new - offset
+    expect_equal(tokens_seen(keys[:, :, :used]), expected, f"tokens that attention sees of {given}, {new} more coming,")

@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import kvrack
 from kvrack.layer import AttentionLayer
-from kvrack_spec.compare import Unchanged, expect_matching, see, tolerance
+from kvrack_spec.compare import Unchanged, expect_matching, oracle_of, see, tolerance
 from kvrack_spec.expect import Broken, expect_equal
-from kvrack_spec.oracle import Oracle
 from kvrack_spec.subject import Shape, Subject
 
 Answer = TypeVar("Answer")
@@ -36,7 +35,7 @@ SETTINGS = settings(
 )
 
 
-QUICK = settings(SETTINGS, max_examples=12, phases=(Phase.generate,))
+QUICK = settings(SETTINGS, max_examples=10, phases=(Phase.generate,))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -47,7 +46,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.subject = subject
         self.kind = kind
         self.layer: AttentionLayer = subject.layer(kind)
-        self.oracle = Oracle(self.layer.spec.window)
+        self.oracle = oracle_of(self.layer)
         self.promised = self.layer.capabilities
         self.batch = 2
         self.given = 0
