@@ -200,7 +200,9 @@ class TokenBuffer:
             self._allocate((states.shape[0], states.shape[1], capacity, states.shape[3]), states.dtype, states.device)
             return
         capacity = self.data.shape[TOKENS]
-        if self.stop + new <= capacity:
+        # A graph for views of part of the memory doesn't serve a view of all of it, which is contiguous.
+        spare = 1 if torch.compiler.is_compiling() else 0
+        if self.stop + new + spare <= capacity:
             return
         needed = len(self) + new
         if keep is not None and needed > keep:
