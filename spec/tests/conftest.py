@@ -12,7 +12,7 @@ INSTALLED = Path(__file__).parent / "installed"
 
 @pytest.fixture
 def fake_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the backends `fake`, `fake-wrong`, `fake-unbuildable` and `fake-absent` on the path, here and in subprocesses."""
+    """Put the backends under installed/ on the path, here and in subprocesses."""
     monkeypatch.syspath_prepend(str(INSTALLED))
     paths = [str(INSTALLED), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

@@ -103,17 +103,33 @@ def test_the_directory_it_is_run_in_does_not_matter(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSES WHAT WAS SELECTED, 3 checks" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["conftest.py", "pytest.ini"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "conftest.py",
+        "pytest.ini",
+    ]
 
 
 def test_pytest_runs_the_same(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "--pyargs", "kvrack_spec", "-p", "no:cacheprovider", "-k", "test_signatures"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pyargs",
+        "kvrack_spec",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "test_signatures",
+    ]
     done = subprocess.run(
         [*command, "--kvrack-backend", "fake"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSES WHAT WAS SELECTED, 3 checks" in done.stdout
-    for arguments, words in (([], "add --kvrack-backend NAME"), (["--kvrack-backend", "nil"], "unknown cache backend 'nil'")):
+    for arguments, words in (
+        ([], "add --kvrack-backend NAME"),
+        (["--kvrack-backend", "nil"], "unknown cache backend 'nil'"),
+    ):
         done = subprocess.run(
             [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
         )

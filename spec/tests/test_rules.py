@@ -36,7 +36,9 @@ def test_the_version_is_the_distributions() -> None:
 
 def test_rules_are_found_and_numbered_without_gaps_or_repeats() -> None:
     text = spec_path().read_text(encoding="utf-8")
-    assert text.count("- **") == len(rules()) + text.count("- **What"), "a rule that the pattern misses, or an id used twice"
+    assert text.count("- **") == len(rules()) + text.count("- **What"), (
+        "a rule that the pattern misses, or an id used twice"
+    )
     for letter in "BLCFSD":
         numbers = [int(rule[1:]) for rule in rules() if rule[0] == letter]
         assert numbers == list(range(1, len(numbers) + 1)), f"{letter}: {numbers}"

@@ -84,7 +84,7 @@ class TestPlugin:
             Backend(name="x", summary="", layer="a:b", codec="a:b")
 
     def test_what_is_no_codec_is_refused(self) -> None:
-        backend = Backend(name="x", summary="", codec="kvrack_dynamic.layer:DynamicLayer")
+        backend = Backend(name="x", summary="", codec="kvrack.layer:EmptyLayer")
         with pytest.raises(InvalidPlugin, match=r"subclass of kvrack\.codec\.Codec"):
             backend.build_layer(FULL, BackendConfig(), BuildContext())
 

@@ -47,6 +47,8 @@ def read_expected_failures(path: str | Path) -> list[ExpectedFailure]:
             continue
         check, _, reason = (part.strip() for part in line.partition(" #"))
         if not reason:
-            raise InvalidExpectedFailures(f"{path}, line {number}: expected '<check>  # <reason>', got {line.strip()!r}")
+            raise InvalidExpectedFailures(
+                f"{path}, line {number}: expected '<check>  # <reason>', got {line.strip()!r}"
+            )
         found.append(ExpectedFailure(check, reason))
     return found

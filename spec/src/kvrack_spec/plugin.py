@@ -29,9 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DEVICE",
         help="device to test on; default: the CPU and the accelerator that torch finds",
     )
-    group.addoption(
-        "--kvrack-quick", action="store_true", help="every check, with a few of its parameters each"
-    )
+    group.addoption("--kvrack-quick", action="store_true", help="every check, with a few of its parameters each")
     group.addoption("--kvrack-json", metavar="FILE", help="write the result as JSON")
     group.addoption(
         "--kvrack-expected-failures",

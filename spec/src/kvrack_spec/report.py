@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from collections import Counter, defaultdict
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from kvrack.backend import Capabilities
 from kvrack_spec import SPEC_VERSION
-from kvrack_spec.result import CheckResult, Result
+from kvrack_spec.result import CheckResult, Outcome, Result
 from kvrack_spec.rules import rules
 
 STYLES = {"proved": "green", "refused": "cyan", "FAILED": "bold red", "expected failure": "yellow"}
@@ -31,6 +32,8 @@ def header(result: Result) -> str:
     ]
     if not result.capabilities.lossless:
         lines.append(f"bound:     relative_error={result.capabilities.relative_error}")
+    if result.capabilities.window is not None:
+        lines.append(f"shows:     window={result.capabilities.window}, sinks={result.capabilities.sinks}")
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +93,7 @@ def table(result: Result, width: int, colour: bool) -> str:
         by_promise.add_row(promise, declared, f"[{STYLES.get(standing, 'default')}]{standing}[/]", ran or "-")
     by_topic = Table()
     by_topic.add_column("topic")
-    outcomes = ("passed", "refused", "expected failure", "failed", "not run")
+    outcomes = get_args(Outcome)
     for outcome in outcomes:
         by_topic.add_column(outcome, justify="right")
     for topic in dict.fromkeys(check.topic for check in result.checks):

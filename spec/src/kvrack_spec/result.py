@@ -138,6 +138,8 @@ class Result:
                 for promise, standing in self.standings().items()
             },
             "relative_error": self.capabilities.relative_error,
+            "window": self.capabilities.window,
+            "sinks": self.capabilities.sinks,
             "checks": [
                 {
                     "check": check.check,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import kvrack
 from kvrack.config import parse_settings
 from kvrack.errors import BackendLoadError, KvrackError
+from kvrack.registry import installed
 from kvrack_spec import SPEC_VERSION, report
 from kvrack_spec.expect import Broken
 from kvrack_spec.expected import ExpectedFailure, read_expected_failures
@@ -24,7 +26,7 @@ from kvrack_spec.result import CheckResult, Outcome, Result
 from kvrack_spec.subject import Subject
 
 PACKAGE = "kvrack_spec.checks"
-QUICK = 6
+QUICK = 4
 """Sets of parameters that a quick run keeps of each check."""
 
 DECLINED = "declined: "
@@ -48,12 +50,11 @@ def open_backend(name: str, settings: dict[str, Any]) -> Result:
     except KvrackError:
         raise
     except Exception as error:
-        raise BackendLoadError(name, resolved.backend.layer, error) from error
-    info = kvrack.backends().get(name)
+        raise BackendLoadError(name, resolved.backend.layer or resolved.backend.codec or name, error) from error
+    offered = installed().get(resolved.backend.name, ())
     versions = {"python": platform.python_version(), "torch": torch.__version__, "kvrack": kvrack.__version__}
     versions["kvrack-spec"] = _version("kvrack-spec")
-    if info is not None and info.distribution:
-        versions[info.distribution] = info.version
+    versions.update({entry_point.dist.name: entry_point.dist.version for entry_point in offered if entry_point.dist})
     return Result(name, settings, (), capabilities, versions)
 
 
@@ -148,15 +149,27 @@ class Conformance:
 
 
 def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with at most `QUICK` sets of parameters of each check, evenly chosen."""
+    """Return the items with at most `QUICK` sets of parameters of each check, the same ones each time, and of
+    every kind of layer where it has them."""
     sets: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        sets[item.nodeid.partition("[")[0]].append(item)
-    kept = set()
-    for each in sets.values():
-        last, count = len(each) - 1, min(QUICK, len(each))
-        kept.update(each[round(i * last / max(1, count - 1))].nodeid for i in range(count))
+        sets[f"{item.nodeid.partition('[')[0]} {_parameter(item, 'inner')}"].append(item)
+    kept: set[str] = set()
+    for check, each in sets.items():
+        random.Random(check).shuffle(each)
+        turns: Counter[str] = Counter()
+        ranked = []
+        for item in each:
+            kind = _parameter(item, "kind")
+            turns[kind] += 1
+            ranked.append((turns[kind], kind != "full", item.nodeid))
+        kept.update(nodeid for *_, nodeid in sorted(ranked)[:QUICK])
     return [item for item in items if item.nodeid in kept or item.get_closest_marker("refusal") or not _is_check(item)]
+
+
+def _parameter(item: pytest.Item, name: str) -> str:
+    callspec = getattr(item, "callspec", None)
+    return "" if callspec is None else str(callspec.params.get(name, ""))
 
 
 def _is_check(item: pytest.Item) -> bool:

@@ -95,7 +95,7 @@ class Subject:
         """Return what a layer of this kind promises."""
         return self.layer(kind).capabilities
 
-    def states(self, tokens: int, shape: Shape = Shape(), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: B008
+    def states(self, tokens: int, shape: Shape = Shape(), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random keys and values, the same for the same arguments."""
         generator = torch.Generator().manual_seed(1000 * seed + tokens)
         made = []
@@ -109,7 +109,7 @@ class Subject:
         kind: str = "full",
         prefill: int = 9,
         steps: int = 3,
-        shape: Shape = Shape(),  # noqa: B008
+        shape: Shape = Shape(),
         record: bool = False,
     ) -> AttentionLayer:
         """Return a layer that was given `prefill` tokens and then `steps` single ones."""
@@ -119,7 +119,7 @@ class Subject:
         self.fill(layer, prefill, steps, shape)
         return layer
 
-    def fill(self, layer: AttentionLayer, prefill: int, steps: int, shape: Shape = Shape()) -> None:  # noqa: B008
+    def fill(self, layer: AttentionLayer, prefill: int, steps: int, shape: Shape = Shape()) -> None:
         """Give `layer` the tokens that `filled` gives."""
         if prefill:
             layer.update(*self.states(prefill, shape))

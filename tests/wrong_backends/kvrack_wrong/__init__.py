@@ -1,4 +1,4 @@
-"""A distribution of backends for the suite's own tests: good ones of several kinds, and wrong ones with one fault each."""
+"""Backends for the suite's own tests: good ones of several kinds, and wrong ones with one fault each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ for _name, _layer, _config in (
     ("initialized-too-soon", "wrong_layers:InitializedTooSoon", DYNAMIC),
     ("hides-memory", "wrong_layers:HidesMemory", DYNAMIC),
     ("capacity-in-silence", "wrong_layers:CapacityInSilence", PLAIN),
-    ("unused-slots", "wrong_layers:UnusedSlots", PLAIN),
     ("select-cuts-tail-only", "wrong_codecs:SelectCutsTailOnly", INT8),
     ("reorder-forgets-scales", "wrong_codecs:ReorderForgetsScales", INT8),
     ("bound-understated", "wrong_codecs:BoundUnderstated", INT8),

@@ -1,4 +1,4 @@
-"""Good backends of several kinds, for the suite to find nothing in: they prove that it asks no more than the contract."""
+"""Good backends of several kinds: they prove that the suite asks no more than the contract."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_states(states: torch.Tensor, held: torch.Tensor | None, name: str) -> 
         raise ShapeMismatch(f"{name}: expected 4 dimensions, got {tuple(states.shape)}")
     if held is None:
         return
-    given, kept = (tuple(each.shape[:2]) + (each.shape[3], each.dtype) for each in (states, held))
+    given, kept = ((*each.shape[:2], each.shape[3], each.dtype) for each in (states, held))
     if given != kept:
         raise ShapeMismatch(f"{name}: expected batch, heads, head_dim and dtype {kept}, got {given}. Call reset()")
 
@@ -147,9 +147,7 @@ class StaticLayer(AttentionLayer):
         check_pair(key_states, value_states)
         batch, heads, new, key_dim = key_states.shape
         self._check_room(new)
-        self.early_initialization(
-            batch, heads, key_dim, value_states.shape[3], key_states.dtype, key_states.device
-        )
+        self.early_initialization(batch, heads, key_dim, value_states.shape[3], key_states.dtype, key_states.device)
         returned = {name: self._write(name, states) for name, states in given.items()}
         self._seen += new
         self._held = min(self._held + new, self.capacity)

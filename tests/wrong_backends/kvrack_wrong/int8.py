@@ -7,7 +7,6 @@ import torch
 from kvrack import AttentionLayer, BackendConfig, BuildContext, Capabilities, LayerSpec
 from kvrack.buffered import check_pair
 from kvrack.layer import refuse_positive
-
 from kvrack_wrong.good import check_states
 
 ROLES = ("keys", "values")

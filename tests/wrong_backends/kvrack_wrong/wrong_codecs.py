@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from kvrack import Capabilities
-
 from kvrack_wrong.int8 import ROLES, Int8Layer
 
 

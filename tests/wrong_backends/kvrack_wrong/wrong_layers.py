@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 import torch
+from pydantic import ConfigDict
 
 from kvrack import BackendConfig, BuildContext, CacheLayer, Capabilities, LayerSpec, UnsupportedOperation, resolve
 from kvrack_dynamic.layer import DynamicConfig, DynamicLayer
-
 from kvrack_wrong.good import PlainLayer, StaticLayer
 
 
@@ -33,7 +33,8 @@ class SelectWritesBeforeItFails(DynamicLayer):
     """Fault: an index out of range is noticed when the keys are moved already."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        if len(beam_idx) and int(beam_idx.max()) >= 3:
+        held = self._keys.view()
+        if held is not None and int(beam_idx.max()) >= held.shape[0]:
             self._keys.clear()
         super().reorder_cache(beam_idx)
 
@@ -114,7 +115,7 @@ class CropHalfDone(DynamicLayer):
     """Fault: a crop that can't be made is noticed when it is half done."""
 
     def check_crop(self, tokens: int) -> None:
-        pass
+        super().check_crop(max(0, tokens))
 
     def crop(self, tokens: int) -> None:
         try:
@@ -258,11 +259,11 @@ class ScratchIsShared(PlainLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().update(key_states, value_states)
-        if keys.dtype != torch.float32 or keys.numel() > len(self.scratch):
+        if keys.requires_grad or keys.dtype != torch.float32 or keys.numel() > len(self.scratch):
             return keys, values
         shared = self.scratch[: keys.numel()].view_as(keys)
         shared.copy_(keys.detach())
-        return shared + 0 * keys if keys.requires_grad else shared, values
+        return shared, values
 
 
 class MovesAddress(DynamicLayer):
@@ -301,25 +302,18 @@ class CapacityInSilence(StaticLayer):
     """Fault: tokens past the capacity are dropped, without an error."""
 
     def _check_room(self, new: int) -> None:
-        self._seen = min(self._seen, self.capacity - min(new, self.capacity))
+        if self.spec.window is None:
+            self._seen = min(self._seen, self.capacity - new)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         room = self.capacity if self.spec.window is None else key_states.shape[2]
         return super().update(key_states[:, :, :room], value_states[:, :, :room])
 
 
-class UnusedSlots(StaticLayer):
-    """Fault: unused slots are returned, and not said to be."""
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-
 class LooseConfig(BackendConfig):
     """Fault: any key is taken."""
 
-    model_config = {**BackendConfig.model_config, "extra": "allow"}
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 def hold_dynamic(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:

@@ -14,6 +14,7 @@ from kvrack_spec.result import QUALITIES
 from kvrack_spec.session import DECLINED, Conformance
 from kvrack_spec.subject import KINDS, PROMISE_OF_KIND, SHAPES, Subject
 
+
 def _conformance(config: pytest.Config) -> Conformance:
     found: Conformance | None = config.pluginmanager.get_plugin(REPORTER)
     if found is None:
@@ -29,7 +30,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kind", KINDS)
     if "windowed" in metafunc.fixturenames:
         metafunc.parametrize("windowed", [kind for kind in KINDS if kind in PROMISE_OF_KIND])
-
 
     if "any_shape" in metafunc.fixturenames:
         metafunc.parametrize("any_shape", SHAPES, ids=str)

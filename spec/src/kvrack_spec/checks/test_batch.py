@@ -26,22 +26,22 @@ def _rows(subject: Subject, tokens: int, dtype: torch.dtype, seed: int) -> tuple
 def _expect_rows(
     subject: Subject,
     kind: str,
-    fill: tuple[int, int],
     dtype: torch.dtype,
     change: Callable[[AttentionLayer], None],
     rows: list[int],
 ) -> None:
-    layer, twin = subject.layer(kind), subject.layer(kind)
-    for step, new in enumerate((fill[0], *[1] * fill[1])):
-        keys, values = _rows(subject, new, dtype, step)
-        layer.update(keys, values)
-        twin.update(keys[rows], values[rows])
-    change(layer)
-    for seed in (100, 101):
-        keys, values = _rows(subject, 1, dtype, seed)
-        expect_same(layer, twin, keys[rows], values[rows], times=2.0)
-    for name, tensor in layer.storage().items():
-        expect_equal(tensor.shape[0], len(rows), f"rows of storage()[{name!r}]")
+    for prefill, steps in FILLS:
+        layer, twin = subject.layer(kind), subject.layer(kind)
+        for step, new in enumerate((prefill, *[1] * steps)):
+            keys, values = _rows(subject, new, dtype, step)
+            layer.update(keys, values)
+            twin.update(keys[rows], values[rows])
+        change(layer)
+        for seed in (100, 101):
+            keys, values = _rows(subject, 1, dtype, seed)
+            expect_same(layer, twin, keys[rows], values[rows], times=2.0)
+        for name, tensor in layer.storage().items():
+            expect_equal(tensor.shape[0], len(rows), f"rows of storage()[{name!r}]")
 
 
 def _indices(subject: Subject, *rows: int) -> torch.Tensor:
@@ -50,33 +50,29 @@ def _indices(subject: Subject, *rows: int) -> torch.Tensor:
 
 @pytest.mark.rule("L14")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fill", FILLS, ids=str)
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1]], ids=str)
-def test_reorder(subject: Subject, kind: str, fill: tuple[int, int], dtype: torch.dtype, rows: list[int]) -> None:
-    _expect_rows(subject, kind, fill, dtype, lambda layer: layer.reorder_cache(_indices(subject, *rows)), rows)
+def test_reorder(subject: Subject, kind: str, dtype: torch.dtype, rows: list[int]) -> None:
+    _expect_rows(subject, kind, dtype, lambda layer: layer.reorder_cache(_indices(subject, *rows)), rows)
 
 
 @pytest.mark.rule("L15")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fill", FILLS, ids=str)
-def test_repeat_interleave(subject: Subject, kind: str, fill: tuple[int, int], dtype: torch.dtype) -> None:
+def test_repeat_interleave(subject: Subject, kind: str, dtype: torch.dtype) -> None:
     rows = [0, 0, 1, 1, 2, 2]
-    _expect_rows(subject, kind, fill, dtype, lambda layer: layer.batch_repeat_interleave(2), rows)
+    _expect_rows(subject, kind, dtype, lambda layer: layer.batch_repeat_interleave(2), rows)
 
 
 @pytest.mark.rule("L16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fill", FILLS, ids=str)
 @pytest.mark.parametrize("rows", [[1], [2, 0]], ids=str)
-def test_select(subject: Subject, kind: str, fill: tuple[int, int], dtype: torch.dtype, rows: list[int]) -> None:
-    _expect_rows(subject, kind, fill, dtype, lambda layer: layer.batch_select_indices(_indices(subject, *rows)), rows)
+def test_select(subject: Subject, kind: str, dtype: torch.dtype, rows: list[int]) -> None:
+    _expect_rows(subject, kind, dtype, lambda layer: layer.batch_select_indices(_indices(subject, *rows)), rows)
 
 
 @pytest.mark.rule("L16")
-@pytest.mark.parametrize("fill", FILLS, ids=str)
-def test_select_by_mask(subject: Subject, kind: str, fill: tuple[int, int]) -> None:
+def test_select_by_mask(subject: Subject, kind: str) -> None:
     mask = torch.tensor([True, False, True], device=subject.device)
-    _expect_rows(subject, kind, fill, torch.float32, lambda layer: layer.batch_select_indices(mask), [0, 2])
+    _expect_rows(subject, kind, torch.float32, lambda layer: layer.batch_select_indices(mask), [0, 2])
 
 
 OPERATIONS: dict[str, Callable[[AttentionLayer, torch.Tensor], None]] = {

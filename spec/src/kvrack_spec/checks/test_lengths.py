@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrack_spec.compare import Unchanged, see
+from kvrack_spec.compare import Unchanged, expect_matching, oracle_of, see, tolerance
 from kvrack_spec.expect import broken, expect, expect_equal
 from kvrack_spec.oracle import shown
 from kvrack_spec.subject import WINDOW, Shape, Subject
 from kvrack_spec.tags import tagged, tokens_seen
+
+MOST_GIVEN = 4096
+"""Tokens at most that a layer is given to pass the window that it declares."""
 
 PREFILLS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 55)
 
@@ -45,7 +48,9 @@ def _expect_mask_sizes(subject: Subject, kind: str, pattern: tuple[int, ...]) ->
         expect_equal(length, keys.shape[2], f"length {when}, as the update returns,")
         expect(offset >= 0, f"offset {when} of 0 or more", offset)
         used = min(length, given - offset)
-        expect(used == length or layer.is_compileable, f"no unused slots, by the offset {when}", f"{length - used} slots")
+        expect(
+            used == length or layer.is_compileable, f"no unused slots, by the offset {when}", f"{length - used} slots"
+        )
         tokens = tokens_seen(keys[:, :, :used])
         if layer.is_compileable and layer.is_sliding:
             tokens = sorted(tokens)
@@ -122,16 +127,18 @@ def test_max_length_is_a_capacity_or_none(subject: Subject, kind: str) -> None:
 @pytest.mark.parametrize("passed", [-1, 0, 1, 5])
 @pytest.mark.parametrize("new", [1, 3])
 def test_a_full_layer_shows_as_many_tokens_as_declared(subject: Subject, passed: int, new: int) -> None:
-    layer = subject.layer()
-    if new > 1 and not layer.capabilities.chunked_prefill:
+    declared = subject.capabilities()
+    if new > 1 and not declared.chunked_prefill:
         pytest.skip("declined: chunked_prefill")
-    window, sinks = layer.capabilities.window, layer.capabilities.sinks
-    # One that declares no window shows every token, here past the suite's own window.
-    given = max(1, sinks + (WINDOW if window is None else window) - 1 + passed)
-    layer.update(*tagged(0, given, Shape(), subject.device))
-    _, offset = layer.get_mask_sizes(new)
-    keys, _ = layer.update(*tagged(given, new, Shape(), subject.device))
-    first = 0 if window is None else max(0, given - (window - 1))
-    expected = sorted({*range(min(sinks, given)), *range(first, given + new)})
-    used = given + new - offset
-    expect_equal(tokens_seen(keys[:, :, :used]), expected, f"tokens that attention sees of {given}, {new} more coming,")
+    if declared.window is None:
+        pytest.skip("no window is declared: L3 says that every token is shown")
+    given = min(MOST_GIVEN, max(1, declared.sinks + declared.window - 1 + passed))
+    layer = subject.layer(max_length=given + new)
+    oracle = oracle_of(layer)
+    for step, tokens in enumerate((given, new)):
+        states = subject.states(tokens, seed=step)
+        wanted = oracle.update(*states)
+        seen = see(layer, *states)
+    expect_equal(seen.keys.shape[2], wanted[0].shape[2], f"tokens that attention sees of {given}, {new} more coming:")
+    scales = oracle.key_scale, oracle.value_scale
+    expect_matching(seen, *wanted, tolerance(layer, states[0].dtype), *scales)

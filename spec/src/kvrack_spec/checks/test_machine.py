@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import kvrack
 from kvrack.layer import AttentionLayer
@@ -22,6 +29,7 @@ Answer = TypeVar("Answer")
 
 MOST_TOKENS = 300
 MOST_ROWS = 4
+LOOK = st.sampled_from([True, True, False])
 
 SETTINGS = settings(
     max_examples=40,
@@ -56,6 +64,15 @@ class CacheMachine(RuleBasedStateMachine):
     def _say(self, operation: str) -> None:
         self.trace.append(operation)
 
+    @initialize(tokens=st.sampled_from([9, 3, 40]))
+    def prefill(self, tokens: int) -> None:
+        self.update(tokens)
+
+    def _look(self, look: bool) -> None:
+        """See what an operation left, by giving one token more; not after each, so that some meet directly."""
+        if look:
+            self.update(1)
+
     @rule(tokens=st.sampled_from([1, 1, 2, 5, 7, 40]))
     def update(self, tokens: int) -> None:
         if self.oracle.length and not self.promised.chunked_prefill:
@@ -71,8 +88,8 @@ class CacheMachine(RuleBasedStateMachine):
         scales = self.oracle.key_scale, self.oracle.value_scale
         self._broken_after(lambda: expect_matching(seen, *wanted, allowed, *scales))
 
-    @rule(tokens=st.integers(1, 12))
-    def crop(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 12), look=LOOK)
+    def crop(self, tokens: int, look: bool) -> None:
         self._say(f"crop(-{tokens})")
         try:
             self.layer.check_crop(-tokens)
@@ -86,6 +103,7 @@ class CacheMachine(RuleBasedStateMachine):
         self._broken_after(lambda: self.layer.crop(-tokens))
         self.oracle.crop(-tokens)
         self.crops += 1
+        self._look(look)
 
     @precondition(lambda self: self.promised.records_past)
     @rule()
@@ -93,64 +111,71 @@ class CacheMachine(RuleBasedStateMachine):
         self._say("activate_past_recording()")
         self.layer.activate_past_recording()
 
-    @rule(data=st.data())
-    def reorder(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), look=LOOK)
+    def reorder(self, data: st.DataObject, look: bool) -> None:
         rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
         self._say(f"reorder_cache({rows})")
         index = torch.tensor(rows, device=self.subject.device)
         self._broken_after(lambda: self.layer.reorder_cache(index))
         self.oracle.pick_rows(index)
+        self._look(look)
 
     @precondition(lambda self: 2 * self.batch <= MOST_ROWS)
-    @rule()
-    def repeat(self) -> None:
+    @rule(look=LOOK)
+    def repeat(self, look: bool) -> None:
         self._say("batch_repeat_interleave(2)")
         self._broken_after(lambda: self.layer.batch_repeat_interleave(2))
         self.oracle.pick_rows(torch.arange(self.batch, device=self.subject.device).repeat_interleave(2))
         self.batch *= 2
+        self._look(look)
 
     @precondition(lambda self: self.batch > 1)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), look=LOOK)
+    def select(self, data: st.DataObject, look: bool) -> None:
         rows = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch - 1, unique=True))
         self._say(f"batch_select_indices({rows})")
         index = torch.tensor(rows, device=self.subject.device)
         self._broken_after(lambda: self.layer.batch_select_indices(index))
         self.oracle.pick_rows(index)
         self.batch = len(rows)
+        self._look(look)
 
-    @rule(batch=st.integers(1, 3))
-    def reset(self, batch: int) -> None:
+    @rule(batch=st.integers(1, 3), look=LOOK)
+    def reset(self, batch: int, look: bool) -> None:
         self._say(f"reset(), {batch} rows next")
         self._broken_after(self.layer.reset)
         self.oracle.reset()
         self.batch = batch
         self.crops = 0
+        self._look(look)
 
-    @rule(keep_copy=st.booleans())
-    def copy(self, keep_copy: bool) -> None:
+    @rule(keep_copy=st.booleans(), look=LOOK)
+    def copy(self, keep_copy: bool, look: bool) -> None:
         self._say(f"deepcopy, going on with the {'copy' if keep_copy else 'original'}")
         twin = self._broken_after(lambda: copy.deepcopy(self.layer))
         other, self.layer = (self.layer, twin) if keep_copy else (twin, self.layer)
         # What is done to the other one must not show in this one.
         other.update(*self.subject.states(1, Shape(self.batch), seed=9999))
         other.reset()
+        self._look(look)
 
-    @rule()
-    def fork(self) -> None:
+    @rule(look=LOOK)
+    def fork(self, look: bool) -> None:
         self._say("fork")
         cache = self.subject.cache(self.layer.spec)
         cache.layers[0] = self.layer
         forked = self._broken_after(cache.fork).layers[0]
         assert isinstance(forked, AttentionLayer)
         self.layer = forked
+        self._look(look)
 
     @precondition(lambda self: self.promised.offloads)
-    @rule()
-    def offload_and_prefetch(self) -> None:
+    @rule(look=LOOK)
+    def offload_and_prefetch(self, look: bool) -> None:
         self._say("offload() and prefetch()")
         self._broken_after(self.layer.offload)
         self._broken_after(self.layer.prefetch)
+        self._look(look)
 
     @invariant()
     def length_is_the_oracles(self) -> None:
@@ -170,4 +195,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 @pytest.mark.rule("L29")
 def test_any_sequence_is_as_on_a_concatenation(subject: Subject, kind: str) -> None:
-    run_state_machine_as_test(lambda: CacheMachine(subject, kind), settings=QUICK if subject.quick else SETTINGS)
+    class Machine(CacheMachine):
+        def __init__(self) -> None:
+            super().__init__(subject, kind)
+
+    run_state_machine_as_test(Machine, settings=QUICK if subject.quick else SETTINGS)

@@ -164,7 +164,8 @@ def test_what_is_held_is_constant_to_autograd(subject: Subject, kind: str) -> No
             for what, states, answer in zip(("keys", "values"), (keys, values), returned, strict=True):
                 expect(answer.requires_grad, f"gradient through the {what} of this update", "requires_grad is False")
                 (gradient,) = torch.autograd.grad(answer.sum(), states, retain_graph=True)
-                expect(bool((gradient == 1).all()), f"gradient of 1 through the new {what}", gradient.unique().tolist())
+                seen = gradient.flatten()[:4].tolist()
+                expect(bool((gradient == 1).all()), f"gradient of 1 through the new {what}", seen)
 
 
 @pytest.mark.rule("L27")
@@ -182,7 +183,9 @@ def test_inference_mode_may_change_between_updates(subject: Subject, kind: str, 
 @pytest.mark.rule("L28")
 def test_keys_and_values_read_what_is_held(subject: Subject, kind: str) -> None:
     layer = subject.layer(kind)
-    expect(layer.keys is None and layer.values is None, "keys and values None before the first update", "something else")
+    expect(
+        layer.keys is None and layer.values is None, "keys and values None before the first update", "something else"
+    )
     for new in (7, 1):
         given = subject.states(new, seed=new)
         layer.update(*given)

@@ -8,4 +8,6 @@ LAYERS = {"fake": "Fake", "fake-wrong": "CropsTooMuch", "fake-unbuildable": "Mis
 @hookimpl
 def kvrack_backend(name: str) -> Backend:
     """Return the backend of this name."""
-    return Backend(name=name, summary="fake", layer=f"kvrack_fake.layer:{LAYERS[name]}", config="kvrack_fake.layer:FakeConfig")
+    return Backend(
+        name=name, summary="fake", layer=f"kvrack_fake.layer:{LAYERS[name]}", config="kvrack_fake.layer:FakeConfig"
+    )

@@ -1,0 +1,35 @@
+"""The fp8 codec: each token by itself, so any number of tokens, any window and any crop are exact cuts."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrack import Codec
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+"""448, the largest number of float8_e4m3fn (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
+
+COARSEST_STEP = 32.0
+"""The distance between neighbours next to `LARGEST`: 3 bits of fraction from 256 on."""
+
+
+class Fp8Codec(Codec):
+    """float8_e4m3fn with a float32 scale for each token and head, which puts its largest magnitude at 448.
+
+    Nothing is clipped and no scale is frozen: a token that is ten times larger than all before it
+    comes back at its own size.
+    """
+
+    block_tokens = 1
+    relative_error = COARSEST_STEP / 2 / LARGEST
+
+    def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        exact = states.float()
+        scale = exact.abs().amax(-1, keepdim=True).div_(LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        codes = (exact / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        # Kept as bytes: indexing rows is not implemented for 8-bit floats on every device.
+        return {"codes": codes.view(torch.uint8), "scale": scale}
+
+    def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(encoded["codes"].view(torch.float8_e4m3fn))
+        out.mul_(encoded["scale"])

@@ -1,0 +1,27 @@
+"""Every installed backend that loads keeps the contract. A new plugin joins by being installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvrack
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conformance import run_suite
+
+INSTALLED = [name for name, info in kvrack.backends().items() if info.error is None]
+
+
+def test_there_are_backends_to_judge() -> None:
+    assert "dynamic" in INSTALLED
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_installed_backend_conforms(name: str) -> None:
+    result, output = run_suite(name)
+    assert result.conforms, output
+    assert not result.of("expected failure")
+    assert result.verdict().startswith("CONFORMS (kvrack-spec 1.0)")
