@@ -194,13 +194,13 @@ class RingBuffer(FixedBuffer):
             super().write(states, first, position)
             return
         data = self._memory()
+        if new == 1 and not torch.compiler.is_compiling():
+            batch, heads, _, channels = data.shape
+            both = data.view(batch, heads, self.copies, self.slots, channels).select(3, first % self.slots)
+            both.copy_(states.detach())
+            return
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)
-        if new == 1 and not torch.compiler.is_compiling():
-            slot = first % self.slots
-            data.narrow(TOKENS, slot, 1).copy_(kept)
-            data.narrow(TOKENS, slot + self.slots, 1).copy_(kept)
-            return
         slots = (position + torch.arange(skipped, new, device=position.device)) % self.slots
         data.index_copy_(TOKENS, slots, kept)
         data.index_copy_(TOKENS, slots + self.slots, kept)
