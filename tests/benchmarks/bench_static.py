@@ -43,7 +43,7 @@ def alternate(steps: dict[str, Callable[[], None]], repeats: int, warm_up: int =
 
 def decoder(model: PreTrainedModel, cache: object, prompt: torch.Tensor, step: Callable | None = None) -> Callable:
     """Return a function that decodes one token, after `prompt` was fed to `model`."""
-    run = step or model
+    run = model if step is None else step
     state = {"token": model(prompt, **{CACHE_ARGUMENT: cache}).logits[:, -1:].argmax(-1)}
 
     def decode() -> None:
