@@ -50,7 +50,8 @@ class TokenCount:
     def __init__(self) -> None:
         self.position: torch.Tensor | None = None
         self.is_known = True
-        self._shape = _shaped(self._SHIFT)
+        self._is_traced = False
+        self._become(0)
 
     @property
     def value(self) -> int:
@@ -68,36 +69,38 @@ class TokenCount:
         if self.position is not None:
             self.position.add_(tokens)
         if self.is_known:
-            self._shape = _shaped(self._shape.shape[0] + tokens)
+            self._become(self.value + tokens)
+        if torch.compiler.is_compiling():
+            self._is_traced = True
 
     def set(self, value: int) -> None:
         """Make the number `value`."""
         if self.position is not None:
             self.position.fill_(value)
-        self._shape = _shaped(value + self._SHIFT)
+        self._become(value)
 
     def adopt(self, position: torch.Tensor, largest: int) -> None:
         """Take `position` for its own; while torch.export hides the number in it, take `largest` instead."""
         self.position = position
         self.is_known = _is_readable(position)
-        self._shape = _shaped((int(position) if self.is_known else largest) + self._SHIFT)
+        self._become(int(position) if self.is_known else largest)
 
     def reread(self) -> None:
         """Take the number from `position`, which an exported program may have moved on."""
         if self.position is not None and self.is_known and _is_readable(self.position):
-            self._shape = _shaped(int(self.position) + self._SHIFT)
+            self._become(int(self.position))
+
+    def _become(self, value: int) -> None:
+        self._shape = DEVICE.allocate((value + self._SHIFT, 0), torch.uint8, torch.device("cpu"))
+        # Marked, so that the first graph has a symbol for it; from then on torch.compile knows, and a graph made
+        # for what another graph left, which cannot be marked, would not take marked ones.
+        if not torch.compiler.is_compiling() and not self._is_traced:
+            torch._dynamo.maybe_mark_dynamic(self._shape, 0)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     # torch.export hands out subclasses and works under modes, in part before it says that it compiles.
     return type(tensor) is torch.Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
-
-
-def _shaped(size: int) -> torch.Tensor:
-    shape = DEVICE.allocate((size, 0), torch.uint8, torch.device("cpu"))
-    if not torch.compiler.is_compiling():
-        torch._dynamo.maybe_mark_dynamic(shape, 0)
-    return shape
 
 
 def keep_address(tensor: torch.Tensor) -> None:
@@ -191,13 +194,13 @@ class RingBuffer(FixedBuffer):
             super().write(states, first, position)
             return
         data = self._memory()
+        if new == 1 and not torch.compiler.is_compiling():
+            batch, heads, _, channels = data.shape
+            both = data.view(batch, heads, self.copies, self.slots, channels).select(3, first % self.slots)
+            both.copy_(states.detach())
+            return
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)
-        if new == 1 and not torch.compiler.is_compiling():
-            slot = first % self.slots
-            data.narrow(TOKENS, slot, 1).copy_(kept)
-            data.narrow(TOKENS, slot + self.slots, 1).copy_(kept)
-            return
         slots = (position + torch.arange(skipped, new, device=position.device)) % self.slots
         data.index_copy_(TOKENS, slots, kept)
         data.index_copy_(TOKENS, slots + self.slots, kept)
