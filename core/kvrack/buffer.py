@@ -84,27 +84,7 @@ class TokenBuffer:
 
     def check(self, states: torch.Tensor, what: str) -> None:
         """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
-        if states.dim() != 4:
-            raise ShapeMismatch(f"{what}: expected [batch, heads, tokens, head_dim], got {tuple(states.shape)}")
-        data = self.data
-        if data is None:
-            return
-        given, held = states.shape, data.shape
-        if given[0] != held[0] or given[1] != held[1] or given[3] != held[3]:
-            remedy = (
-                "Call batch_repeat_interleave or batch_select_indices first, or reset()"
-                if given[0] != held[0]
-                else "Call reset() to start anew"
-            )
-            raise ShapeMismatch(
-                f"{what}: the cache holds batch {held[0]}, {held[1]} heads, head_dim {held[3]}; "
-                f"got batch {given[0]}, {given[1]} heads, head_dim {given[3]}. {remedy}"
-            )
-        if states.dtype != data.dtype or states.device != data.device:
-            raise ShapeMismatch(
-                f"{what}: the cache holds {data.dtype} on {data.device}, got {states.dtype} on {states.device}. "
-                "Call reset() to start anew"
-            )
+        check_states(states, self.data, what)
 
     def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for the first tokens, holding none. Nothing happens if memory is there already."""
@@ -125,7 +105,9 @@ class TokenBuffer:
             of its own (`states` itself when nothing was held).
         """
         new = states.shape[TOKENS]
-        if keep is not None and len(self) + new > self._most(keep):
+        if keep is not None and len(self) + new > (keep if torch.compiler.is_compiling() else self._most(keep)):
+            # Sliding in place needs a graph for steps that slide and one for those that don't, for each
+            # combination of layers; a graph that copies the window is one.
             return self._pass_through(states, keep)
         self._reserve(states, new, keep)
         assert self.data is not None
@@ -206,6 +188,7 @@ class TokenBuffer:
         # The old memory goes first: both at once would double the peak.
         self.data = None
         self.data = self.placement.allocate(shape, dtype, device)
+        _mark_growing(self.data)
         self.start = self.stop = 0
 
     def _reserve(self, states: torch.Tensor, new: int, keep: int | None) -> None:
@@ -217,7 +200,9 @@ class TokenBuffer:
             self._allocate((states.shape[0], states.shape[1], capacity, states.shape[3]), states.dtype, states.device)
             return
         capacity = self.data.shape[TOKENS]
-        if self.stop + new <= capacity:
+        # A graph for views of part of the memory doesn't serve a view of all of it, which is contiguous.
+        spare = 1 if torch.compiler.is_compiling() else 0
+        if self.stop + new + spare <= capacity:
             return
         needed = len(self) + new
         if keep is not None and needed > keep:
@@ -242,6 +227,7 @@ class TokenBuffer:
             shape = (self.data.shape[0], self.data.shape[1], capacity, self.data.shape[3])
             moved = self.placement.allocate(shape, self.data.dtype, self.data.device)
             moved.narrow(TOKENS, 0, length).copy_(held)
+            _mark_growing(moved)
             self.data = moved
         self.start, self.stop = 0, length
 
@@ -257,3 +243,36 @@ class TokenBuffer:
         self.data.narrow(TOKENS, 0, keep).copy_(newest.detach())
         self.start, self.stop = 0, keep
         return everything
+
+
+def _mark_growing(data: torch.Tensor) -> None:
+    """Tell torch.compile that memory of another capacity will follow, so that it needs no new graph for it."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(data, TOKENS)
+
+
+def check_states(states: torch.Tensor, data: torch.Tensor | None, what: str) -> None:
+    """Raise ShapeMismatch unless `states` are ``[batch, heads, tokens, channels]`` and fit memory `data`.
+
+    `data` is None before any allocation; `what` names the states in the text.
+    """
+    if states.dim() != 4:
+        raise ShapeMismatch(f"{what}: expected [batch, heads, tokens, head_dim], got {tuple(states.shape)}")
+    if data is None:
+        return
+    given, held = states.shape, data.shape
+    if given[0] != held[0] or given[1] != held[1] or given[3] != held[3]:
+        remedy = (
+            "Call batch_repeat_interleave or batch_select_indices first, or reset()"
+            if given[0] != held[0]
+            else "Call reset() to start anew"
+        )
+        raise ShapeMismatch(
+            f"{what}: the cache holds batch {held[0]}, {held[1]} heads, head_dim {held[3]}; "
+            f"got batch {given[0]}, {given[1]} heads, head_dim {given[3]}. {remedy}"
+        )
+    if states.dtype != data.dtype or states.device != data.device:
+        raise ShapeMismatch(
+            f"{what}: the cache holds {data.dtype} on {data.device}, got {states.dtype} on {states.device}. "
+            "Call reset() to start anew"
+        )

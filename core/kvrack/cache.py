@@ -308,3 +308,13 @@ def create_cache(name: str, model_spec: ModelSpec, max_length: int | None = None
             "They are served by kvrack-encoder-decoder: pip install kvrack-encoder-decoder",
         )
     return Cache(resolved, model_spec, name, max_length)
+
+
+def _register_pytree() -> None:
+    # At the end: kvrack.pytree needs Cache.
+    from kvrack.pytree import register
+
+    register()
+
+
+_register_pytree()

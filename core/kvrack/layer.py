@@ -199,6 +199,18 @@ class CacheLayer(ABC):
                 self.to(self._home)
             self._home = None
 
+    def flatten(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        """Return the tensors that are the layer's leaves in a pytree, by name, and the integers beside them.
+
+        The integers are a constant of an exported program; a layer that can be exported over many
+        steps keeps its length among the tensors.
+        """
+        return self.storage(), self.metadata()
+
+    def unflatten(self, tensors: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        """Take on what `flatten` of an equally built layer returned."""
+        self.restore(tensors, metadata)
+
     def twin(self: Layer) -> Layer:
         """Return a new, empty layer, built as this one was."""
         return type(self)(self.spec, self.config, self.context)

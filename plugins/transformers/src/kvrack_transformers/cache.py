@@ -203,3 +203,12 @@ def create_cache(
     Raises what `kvrack.create_cache` raises, and UnknownLayerType.
     """
     return TransformersCache(kvrack.create_cache(name, model_spec(model), max_length, **config))
+
+
+torch.utils._pytree.register_pytree_node(
+    TransformersCache,
+    lambda cache: ([cache.rack], None),
+    lambda children, _: TransformersCache(*children),
+    serialized_type_name="kvrack_transformers.TransformersCache",
+    flatten_with_keys_fn=lambda cache: ([(torch.utils._pytree.GetAttrKey("rack"), cache.rack)], None),
+)

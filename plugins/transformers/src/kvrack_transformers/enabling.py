@@ -133,6 +133,7 @@ def _prepare_cache_for_generation(
     name = generation_config.cache_implementation
     given = model_kwargs.get(CACHE_ARGUMENT)
     answer: bool | None = None
+    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(generation_config, "is_assistant", False)
     if (
         name is None
         or given is not None
@@ -144,12 +145,21 @@ def _prepare_cache_for_generation(
         )
     else:
         asked = getattr(generation_config, "max_cache_len", None) or 0
+        # The last drafts may reach past the longest answer before they are rolled back.
+        ahead = _drafted_tokens(generation_config) if drafts else 0
         model_kwargs[CACHE_ARGUMENT] = create_cache(
-            self, name, max_length=max(max_cache_length, asked), **dict(generation_config.cache_config or {})
+            self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
     cache = model_kwargs.get(CACHE_ARGUMENT)
-    drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(generation_config, "is_assistant", False)
     if drafts and isinstance(cache, TransformersCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
         cache.activate_past_recording()
     return answer
+
+
+def _drafted_tokens(generation_config: GenerationConfig) -> int:
+    """Return how many tokens generate may draft at once, the one that follows them included."""
+    drafted = (
+        getattr(generation_config, key, None) or 0 for key in ("prompt_lookup_num_tokens", "num_assistant_tokens")
+    )
+    return max(drafted) + 1
