@@ -150,7 +150,7 @@ def static(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> Ada
 
 def _quantized(kind: type, error: float, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> Adapter:
     promised = Capabilities(
-        grows=True, chunked_prefill=True, unequal_head_dim=True, offloads=True, relative_error=error
+        grows=True, chunked_prefill=True, unequal_head_dim=True, early_init=True, offloads=True, relative_error=error
     )
     adapter = Adapter(spec, config, context, None, promised)
     if spec.window is not None:
@@ -166,12 +166,12 @@ def fp8(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> Adapte
 
 
 def hqq(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> Adapter:
-    """HQQQuantizedLayer at 4 bits."""
+    """HQQQuantizedLayer at 4 bits, with groups that divide the suite's smallest states."""
     return _quantized(cache_utils.HQQQuantizedLayer, 0.15, spec, config, context)
 
 
 def quanto(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> Adapter:
-    """QuantoQuantizedLayer at 4 bits."""
+    """QuantoQuantizedLayer at 4 bits, with groups that divide the suite's smallest states."""
     return _quantized(cache_utils.QuantoQuantizedLayer, 0.15, spec, config, context)
 
 
@@ -183,6 +183,6 @@ BUILDERS: dict[type, Any] = {
         context.max_length, spec.window
     ),
     cache_utils.Fp8QuantizedLayer: lambda spec, context: cache_utils.Fp8QuantizedLayer(),
-    cache_utils.HQQQuantizedLayer: lambda spec, context: cache_utils.HQQQuantizedLayer(),
-    cache_utils.QuantoQuantizedLayer: lambda spec, context: cache_utils.QuantoQuantizedLayer(),
+    cache_utils.HQQQuantizedLayer: lambda spec, context: cache_utils.HQQQuantizedLayer(q_group_size=16),
+    cache_utils.QuantoQuantizedLayer: lambda spec, context: cache_utils.QuantoQuantizedLayer(q_group_size=16),
 }

@@ -92,7 +92,11 @@ def test_a_recorded_past_is_saved(subject: Subject, kind: str, tmp_path: Path) -
     loaded = kvrack.load(tmp_path / "cache.safetensors", subject.device)
     for each in (cache, loaded):
         subject.fill(_layer(each), 0, 3)
-        each.crop(-7)
+    try:
+        cache.crop(-7)
+    except NotImplementedError:
+        pytest.skip("the past was not recorded: L22 says more")
+    loaded.crop(-7)
     _expect_continues(subject, loaded, cache)
 
 

@@ -66,17 +66,18 @@ def test_lossy_is_within_its_bound(subject: Subject, kind: str, any_shape: Shape
 
 
 @pytest.mark.rule("F3")
-@pytest.mark.parametrize("what", ["zeros", "one row of zeros", "constants", "small numbers", "large numbers", *INPUTS])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_becomes_nan_and_zeros_stay(subject: Subject, kind: str, dtype: torch.dtype, what: str) -> None:
-    layer = subject.layer(kind)
-    for step, new in enumerate((5, *[1] * 140)):
-        seen = see(layer, *_states(subject, what, new, Shape(dtype=dtype), step))
-    for name, states in (("keys", seen.keys), ("values", seen.values)):
-        expect(bool(states.isfinite().all()), f"finite {name} from {what}", f"{(~states.isfinite()).sum()} that aren't")
-        if "zeros" in what:
-            zeros = states if what == "zeros" else states[-1]
-            expect(bool((zeros == 0).all()), f"exact zeros among {name}", f"up to {zeros.abs().max()}")
+def test_nothing_becomes_nan_and_zeros_stay(subject: Subject, kind: str, dtype: torch.dtype) -> None:
+    for what in ("zeros", "one row of zeros", "constants", "small numbers", "large numbers", *INPUTS):
+        layer = subject.layer(kind)
+        for step, new in enumerate((5, *[1] * 140)):
+            seen = see(layer, *_states(subject, what, new, Shape(dtype=dtype), step))
+        for name, states in (("keys", seen.keys), ("values", seen.values)):
+            finite = bool(states.isfinite().all())
+            expect(finite, f"finite {name} from {what}", f"{(~states.isfinite()).sum()} that aren't")
+            if "zeros" in what:
+                zeros = states if what == "zeros" else states[-1]
+                expect(bool((zeros == 0).all()), f"exact zeros among {name}", f"up to {zeros.abs().max()}")
 
 
 class Changes:
