@@ -66,10 +66,6 @@ class BufferedLayer(AttentionLayer):
     def activate_past_recording(self) -> None:
         self.record_past = True
 
-    @property
-    def is_croppable(self) -> bool:
-        return self._keep is None or self.record_past or self._seen <= len(self._keys)
-
     def check_crop(self, tokens: int) -> None:
         refuse_positive(tokens)
         if tokens < 0 and self._keep is not None and -tokens < self._seen:

@@ -145,8 +145,12 @@ class CacheLayer(ABC):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` can put the layer back as it was, now."""
-        return self.capabilities.crops
+        """Whether ``crop(-1)`` would work, now."""
+        try:
+            self.check_crop(-1)
+        except UnsupportedOperation:
+            return False
+        return True
 
     @property
     def is_compileable(self) -> bool:

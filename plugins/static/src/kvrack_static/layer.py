@@ -182,10 +182,6 @@ class StaticLayer(AttentionLayer):
             self._take(storage, seen - held)
         self.record_past = True
 
-    @property
-    def is_croppable(self) -> bool:
-        return self._can_crop_to(max(0, self._count.value - 1))
-
     def check_crop(self, tokens: int) -> None:
         refuse_positive(tokens)
         seen = self._count.value

@@ -98,15 +98,18 @@ def test_crop_of_a_positive_number_is_refused(subject: Subject, kind: str) -> No
 
 @pytest.mark.rule("L21")
 def test_crop_does_what_it_says_beforehand(subject: Subject, kind: str) -> None:
-    for record in (False, True) if subject.capabilities(kind).records_past else (False,):
+    for record in (None, "always", "late") if subject.capabilities(kind).records_past else (None,):
         for tokens in (3, 12):
             for removed in (1, 2):
                 _expect_foretold(subject, kind, tokens, removed, record)
 
 
-def _expect_foretold(subject: Subject, kind: str, tokens: int, removed: int, record: bool) -> None:
-    layer = subject.filled(kind, tokens, 0, record=record)
-    twin = subject.filled(kind, tokens, 0, record=record)
+def _expect_foretold(subject: Subject, kind: str, tokens: int, removed: int, record: str | None) -> None:
+    layer = subject.filled(kind, tokens, 0, record=record == "always")
+    twin = subject.filled(kind, tokens, 0, record=record == "always")
+    if record == "late":
+        layer.activate_past_recording()
+        twin.activate_past_recording()
     foretold = layer.is_croppable
     with Unchanged(layer, f"check_crop({-removed})"):
         refusal = _raised(layer.check_crop, -removed)
