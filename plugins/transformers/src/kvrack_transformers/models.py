@@ -245,6 +245,7 @@ def convert(file: Path, folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     split_digits(tokenizer)
+    name_special_tokens(tokenizer, file)
     tokenizer.save_pretrained(folder)
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     # transformers marks the model as quantized, though its weights no longer are, and refuses to save it.
@@ -257,6 +258,21 @@ def convert(file: Path, folder: Path) -> None:
     plain.tie_weights()
     plain.generation_config = read.generation_config
     plain.save_pretrained(folder)
+
+
+def name_special_tokens(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Give a tokenizer the first and last token of a text that its GGUF file names.
+
+    Early releases of transformers (5.6) take the file's first token for the last one too.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    for role in ("bos", "eos"):
+        field = reader.get_field(f"tokenizer.ggml.{role}_token_id")
+        if field is not None:
+            token = tokenizer.convert_ids_to_tokens(int(field.parts[field.data[0]][0]))
+            setattr(tokenizer, f"{role}_token", token)
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
