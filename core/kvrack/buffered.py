@@ -71,10 +71,7 @@ class BufferedLayer(AttentionLayer):
         if tokens < 0 and self._keep is not None and -tokens < self._seen:
             needed = min(self._seen + tokens, self._keep)
             if len(self._keys) + tokens < needed:
-                raise self._refuse(
-                    f"crop({tokens}) [records_past] past a window of {self.spec.window}, {self._seen} tokens seen,",
-                    "Call activate_past_recording() before the updates that may be cropped",
-                )
+                raise self._refuse_past_window(tokens)
 
     def crop(self, tokens: int) -> None:
         self.check_crop(tokens)

@@ -83,7 +83,7 @@ class Cache:
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Give layer `layer_idx` new tokens and return what attention must see; see `AttentionLayer.update`."""
-        return self._attention(layer_idx, create=True).update(key_states, value_states)
+        return self._attention(layer_idx).update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens seen by layer `layer_idx`; for 0, by the first layer that attends. 0 for a
@@ -257,9 +257,9 @@ class Cache:
 
     # --- finding layers -------------------------------------------------------------------------
 
-    def _attention(self, layer_idx: int, create: bool = False) -> AttentionLayer:
-        if create:
-            self.grow_to(layer_idx + 1)
+    def _attention(self, layer_idx: int) -> AttentionLayer:
+        """Return layer `layer_idx` to update, created first where layers come on demand."""
+        self.grow_to(layer_idx + 1)
         if layer_idx >= len(self.layers):
             raise IndexError(f"layer {layer_idx}: the cache has {len(self.layers)} layers, as its model spec says")
         layer = self.layers[layer_idx]

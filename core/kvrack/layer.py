@@ -298,6 +298,12 @@ class AttentionLayer(CacheLayer):
         """The values held ``[batch, kv_heads, tokens, value_head_dim]``, decoded where they are stored encoded."""
         return self.storage().get("values")
 
+    def _refuse_past_window(self, tokens: int) -> UnsupportedOperation:
+        return self._refuse(
+            f"crop({tokens}) [records_past] past a window of {self.spec.window}, {self.get_seq_length()} tokens seen,",
+            "Call activate_past_recording() before the updates that may be cropped",
+        )
+
 
 class StateLayer(CacheLayer):
     """A layer that keeps fixed-size states: convolution inputs and recurrent states, several of each."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -59,8 +60,6 @@ class PeakOfAllocations(TorchDispatchMode):
         return out
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        import weakref
-
         # A storage object is a wrapper made anew on each access; its address names the memory.
         address, size = storage.data_ptr(), storage.nbytes()
         if address == 0 or address in self.live:

@@ -186,10 +186,7 @@ class StaticLayer(AttentionLayer):
         refuse_positive(tokens)
         seen = self._count.value
         if tokens < 0 and not self._can_crop_to(max(0, seen + tokens)):
-            raise self._refuse(
-                f"crop({tokens}) [records_past] past a window of {self.spec.window}, {seen} tokens seen,",
-                "Call activate_past_recording() before the updates that may be cropped",
-            )
+            raise self._refuse_past_window(tokens)
 
     def crop(self, tokens: int) -> None:
         self.check_crop(tokens)
