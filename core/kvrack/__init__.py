@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig
+    from kvrack.hybrid import HybridLayer
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.snapshot import load
@@ -46,6 +47,7 @@ _LATE = {
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
+    "HybridLayer": "kvrack.hybrid",
     "Placement": "kvrack.placement",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
@@ -75,6 +77,7 @@ __all__ = [
     "Codec",
     "CodecConfig",
     "DuplicateBackend",
+    "HybridLayer",
     "InvalidConfig",
     "InvalidPlugin",
     "KvrackError",
