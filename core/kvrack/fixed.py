@@ -51,11 +51,13 @@ class TokenCount:
         self.position: torch.Tensor | None = None
         self.is_known = True
         self._is_traced = False
+        self._shape: torch.Tensor | None = None
         self._become(0)
 
     @property
     def value(self) -> int:
         """The number, symbolic while a graph is traced."""
+        assert self._shape is not None
         return self._shape.shape[0] - self._SHIFT
 
     def allocate(self, device: torch.device) -> None:
@@ -91,6 +93,11 @@ class TokenCount:
             self._become(int(self.position))
 
     def _become(self, value: int) -> None:
+        shape = self._shape
+        if shape is not None and not torch.compiler.is_compiling() and not shape.is_inference():
+            # The same tensor, with its mark: a new one at every step and layer would cost more than writing the token.
+            shape.resize_(value + self._SHIFT, 0)
+            return
         self._shape = DEVICE.allocate((value + self._SHIFT, 0), torch.uint8, torch.device("cpu"))
         # Marked, so that the first graph has a symbol for it; from then on torch.compile knows, and a graph made
         # for what another graph left, which cannot be marked, would not take marked ones.
@@ -107,6 +114,11 @@ def keep_address(tensor: torch.Tensor) -> None:
     """Tell torch.compile that `tensor` stays where it is, so that CUDA graphs may write to it."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
+
+
+def constant(states: torch.Tensor) -> torch.Tensor:
+    """Return `states` without their gradient history; themselves where they have none, which is quicker to say."""
+    return states.detach() if states.requires_grad else states
 
 
 class FixedBuffer:
@@ -160,7 +172,7 @@ class FixedBuffer:
         if torch.compiler.is_compiling():
             data.index_copy_(TOKENS, position + torch.arange(new, device=position.device), states.detach())
         else:
-            data.narrow(TOKENS, first, new).copy_(states.detach())
+            data.narrow(TOKENS, first, new).copy_(constant(states))
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, ``[batch, heads, count, channels]``; slots that hold none, where there are."""
@@ -196,8 +208,10 @@ class RingBuffer(FixedBuffer):
         data = self._memory()
         if new == 1 and not torch.compiler.is_compiling():
             batch, heads, _, channels = data.shape
-            both = data.view(batch, heads, self.copies, self.slots, channels).select(3, first % self.slots)
-            both.copy_(states.detach())
+            row, head, slot, channel = data.stride()
+            # One view for both copies of the slot; data.view(...).select(...) would take two.
+            size, stride = (batch, heads, self.copies, channels), (row, head, slot * self.slots, channel)
+            data.as_strided(size, stride, data.storage_offset() + slot * (first % self.slots)).copy_(constant(states))
             return
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)

@@ -111,7 +111,7 @@ class StaticLayer(AttentionLayer):
         self._check(key_states, value_states)
         new = key_states.shape[TOKENS]
         seen = self._count.value
-        self._check_room(seen, new)
+        length, first = self._mask_sizes(seen, new)
         if self._reshapeable:
             self._keys.allocate_for(key_states)
             self._values.allocate_for(value_states)
@@ -119,7 +119,6 @@ class StaticLayer(AttentionLayer):
             self._reshapeable = False
         position = self._count.position
         assert position is not None
-        length, first = self.get_mask_sizes(new)
         keys = _write(self._keys, key_states, seen, position, first, length)
         values = _write(self._values, value_states, seen, position, first, length)
         self._count.advance(new)
@@ -150,12 +149,7 @@ class StaticLayer(AttentionLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As `AttentionLayer.get_mask_sizes`; raises CapacityExceeded where the update would, so that a model
         learns it before its first layer is written."""
-        seen = self._count.value
-        self._check_room(seen, query_length)
-        if self._overflows(seen + query_length):
-            past = min(seen, self._window - 1)
-            return past + query_length, seen - past
-        return self._shown(seen + query_length), 0
+        return self._mask_sizes(self._count.value, query_length)
 
     def get_max_length(self) -> int:
         return -1 if self._is_unbounded or self._capacity is None else self._capacity
@@ -295,6 +289,13 @@ class StaticLayer(AttentionLayer):
         """Whether, built so, the layer is a ring; recording makes it something else only while it lasts."""
         window = self.spec.window
         return window is not None and (self._capacity is None or window <= self._capacity)
+
+    def _mask_sizes(self, seen: int, new: int) -> tuple[int, int]:
+        self._check_room(seen, new)
+        if self._overflows(seen + new):
+            past = min(seen, self._window - 1)
+            return past + new, seen - past
+        return self._shown(seen + new), 0
 
     def _check_room(self, seen: int, new: int) -> None:
         if not self._is_ring and seen + new > self._slots and self._count.is_known:
