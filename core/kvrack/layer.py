@@ -21,11 +21,12 @@ import torch
 
 from kvrack.backend import Capabilities
 from kvrack.buffer import TokenBuffer
-from kvrack.codec import Codec, Role, Scratch
+from kvrack.codec import Codec, Role
 from kvrack.config import BackendConfig
 from kvrack.errors import InvalidPlugin, UnsupportedOperation
 from kvrack.model import LayerSpec
 from kvrack.placement import DEVICE, Placement
+from kvrack.scratch import Scratch
 
 Layer = TypeVar("Layer", bound="CacheLayer")
 
