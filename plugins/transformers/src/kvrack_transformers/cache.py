@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as HFCache
@@ -14,10 +14,6 @@ from kvrack.cache import MemoryRow
 from kvrack.layer import CacheLayer, EmptyLayer, StateLayer
 from kvrack_transformers import versions
 from kvrack_transformers.layer_states import LayerStates
-from kvrack_transformers.reading import model_spec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class TransformersCache(HFCache):
@@ -77,7 +73,7 @@ class TransformersCache(HFCache):
         """
         return self.rack.update(key_states, value_states, layer_idx)
 
-    def update_conv_state(
+    def update_conv_state(  # type: ignore[override]
         self,
         conv_states: torch.Tensor,
         layer_idx: int,
@@ -92,7 +88,7 @@ class TransformersCache(HFCache):
         assert state is not None
         return state
 
-    def update_recurrent_state(
+    def update_recurrent_state(  # type: ignore[override]
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
     ) -> torch.Tensor:
         return self.rack.update_recurrent_state(recurrent_states, layer_idx, state_idx)
@@ -223,22 +219,6 @@ class TransformersCache(HFCache):
     def save(self, path: str | Path) -> None:
         """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``."""
         self.rack.save(path)
-
-
-def create_cache(
-    model: PreTrainedModel | PreTrainedConfig, name: str, *, max_length: int | None = None, **config: Any
-) -> TransformersCache:
-    """Return a new, empty cache for `model`, to pass as ``past_key_values=`` (or ``cache=``).
-
-    Args:
-        model: the model, or its config.
-        name: a `cache_implementation` string.
-        max_length: tokens that prompt and answer will have together, None when unknown.
-        **config: the backend's keys, as in `cache_config`.
-
-    Raises what `kvrack.create_cache` raises, and UnknownLayerType.
-    """
-    return TransformersCache(kvrack.create_cache(name, model_spec(model), max_length, **config))
 
 
 torch.utils._pytree.register_pytree_node(

@@ -18,7 +18,9 @@ from transformers.generation.configuration_utils import GenerationMode
 import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
-from kvrack_transformers.cache import TransformersCache, create_cache
+from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.creating import create_cache
+from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.versions import CACHE_ARGUMENT, VALIDATE_TAKES_USER_ATTRIBUTES
 
 logger = logging.getLogger("kvrack.transformers")
@@ -151,7 +153,7 @@ def _prepare_cache_for_generation(
             self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
     cache = model_kwargs.get(CACHE_ARGUMENT)
-    if drafts and isinstance(cache, TransformersCache):
+    if drafts and isinstance(cache, TransformersCache | TransformersEncoderDecoderCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
         cache.activate_past_recording()
     return answer
