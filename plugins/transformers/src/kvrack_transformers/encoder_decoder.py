@@ -59,8 +59,8 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
     def __repr__(self) -> str:
         return f"TransformersEncoderDecoder{self.rack!r}"
 
-    @property
-    def cross_attention_cache(self) -> CrossAttentionCache:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def cross_attention_cache(self) -> CrossAttentionCache:
         """The cross-attention layers."""
         return self._cross_attention_cache
 
