@@ -175,7 +175,14 @@ class TransformersCache(HFCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; in releases whose own crop takes the length to
         keep, a positive number is that."""
-        self.rack.crop(versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length()))
+        tokens = versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length())
+        if tokens and not versions.RECORDS_STATES and any(isinstance(layer, StateLayer) for layer in self.rack.layers):
+            raise kvrack.UnsupportedOperation(
+                self.rack.name,
+                f"crop({tokens}) of states in transformers before 5.21",
+                "Its models don't say what happens to them: upgrade transformers, or call reset() and start anew",
+            )
+        self.rack.crop(tokens)
 
     def activate_past_recording(self) -> None:
         """From now on keep what a later `crop` needs; states are left out, and so refuse to be cropped, in

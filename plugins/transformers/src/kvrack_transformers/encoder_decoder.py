@@ -108,6 +108,13 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
         """Remove the newest tokens of the decoder; see `TransformersCache.crop`. Cross-attention stays."""
         self.self_attention_cache.crop(tokens_to_remove)
 
+    def activate_past_recording(self) -> None:
+        self.self_attention_cache.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.rack.is_croppable
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.rack.batch_repeat_interleave(repeats)
 

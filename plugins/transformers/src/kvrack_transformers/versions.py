@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 
-from transformers import GenerationConfig, GenerationMixin, cache_utils
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache as HFCache
 
 CACHE_ARGUMENT = (
@@ -17,6 +17,9 @@ CACHE_ARGUMENT = (
     else "past_key_values"
 )
 """The keyword that carries the cache through a model: "past_key_values", from about 5.22 on "cache"."""
+
+PURE_STATE_ARGUMENT = "cache_params"
+"""The keyword of models that keep states alone, before about 5.22."""
 
 CROP_TAKES_LENGTH = "max_length" in inspect.signature(HFCache.crop).parameters
 """Whether generate calls crop with the length to keep (a positive number), as before about 5.15; now
@@ -40,6 +43,12 @@ Before, some wrote to the state in place, or gave the prompt cut to the kernel's
 
 VALIDATE_TAKES_USER_ATTRIBUTES = "user_set_attributes" in inspect.signature(GenerationConfig.validate).parameters
 """Whether GenerationConfig.validate has that argument: from about 5.7 on."""
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the keyword that carries the cache through this model."""
+    taken = inspect.signature(model.forward).parameters
+    return CACHE_ARGUMENT if CACHE_ARGUMENT in taken or PURE_STATE_ARGUMENT not in taken else PURE_STATE_ARGUMENT
 
 
 def tokens_to_crop(given: int, held: int) -> int:
