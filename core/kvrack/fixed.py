@@ -6,10 +6,12 @@ its buffers, so that a compiled graph has one number to carry.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kvrack.buffer import TOKENS
+from kvrack.buffer import TOKENS, check_states
 from kvrack.placement import DEVICE, Placement
 
 MIN_VIEW = 256
@@ -109,6 +111,28 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+class FixedTokens(Protocol):
+    """What a layer asks of a buffer of fixed size; `FixedBuffer` says what each method does."""
+
+    slots: int
+    data: torch.Tensor | None
+
+    @property
+    def is_allocated(self) -> bool: ...
+
+    def check(self, states: torch.Tensor, what: str) -> None: ...
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None: ...
+
+    def allocate_for(self, states: torch.Tensor) -> None: ...
+
+    def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None: ...
+
+    def view(self, first: int, count: int) -> torch.Tensor: ...
+
+    def restore(self, tokens: torch.Tensor, first: int = 0) -> None: ...
+
+
 class FixedBuffer:
     """Tokens ``[batch, heads, slots, channels]``, token i in slot i, written in place.
 
@@ -118,6 +142,10 @@ class FixedBuffer:
     Args:
         slots: tokens it has room for.
         placement: where the memory lives.
+
+    Attributes:
+        data: the memory, None before it is allocated, and always where it isn't a tensor of this
+            process's device.
     """
 
     copies = 1
@@ -127,6 +155,15 @@ class FixedBuffer:
         self.slots = slots
         self.placement = placement
         self.data: torch.Tensor | None = None
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory."""
+        return self.data is not None
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` fit the memory there is. `what` names them in the text."""
+        check_states(states, self.data, what)
 
     def fits(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the memory there is serves states of this shape, dtype and device."""

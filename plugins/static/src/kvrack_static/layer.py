@@ -18,7 +18,7 @@ from kvrack import (
 )
 from kvrack.buffer import TOKENS, check_states
 from kvrack.buffered import check_pair
-from kvrack.fixed import FixedBuffer, RingBuffer, TokenCount, view_size
+from kvrack.fixed import FixedTokens, TokenCount, view_size
 from kvrack.layer import refuse_positive
 
 
@@ -74,15 +74,14 @@ class StaticLayer(AttentionLayer):
         """Decide between ring and a slot for each token, and make buffers that have no memory yet."""
         window, capacity = self.spec.window, self._capacity
         self.record_past = record_past
-        self._keys: FixedBuffer
-        self._values: FixedBuffer
+        self._keys: FixedTokens
+        self._values: FixedTokens
         self._is_ring = window is not None and (capacity is None or (window <= capacity and not record_past))
         slots = window if self._is_ring else capacity
         assert slots is not None
         self._slots = slots
-        buffer = RingBuffer if self._is_ring else FixedBuffer
-        self._keys = buffer(slots, self.context.placement)
-        self._values = buffer(slots, self.context.placement)
+        self._keys = self.context.fixed_buffer(slots, self._is_ring)
+        self._values = self.context.fixed_buffer(slots, self._is_ring)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -204,7 +203,7 @@ class StaticLayer(AttentionLayer):
 
     def storage(self) -> dict[str, torch.Tensor]:
         """Return the slots in use, at the address they keep; those of a full ring in the order of slots."""
-        if self._keys.data is None:
+        if not self._keys.is_allocated:
             return {}
         # Of a ring these are slots and not tokens, but below its size the two have the same numbers.
         held = min(self._count.value - self._first, self._slots)
@@ -286,8 +285,12 @@ class StaticLayer(AttentionLayer):
     # --- sizes ----------------------------------------------------------------------------------
 
     def _check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        check_states(key_states, None if self._reshapeable else self._keys.data, "keys")
-        check_states(value_states, None if self._reshapeable else self._values.data, "values")
+        if self._reshapeable:
+            check_states(key_states, None, "keys")
+            check_states(value_states, None, "values")
+        else:
+            self._keys.check(key_states, "keys")
+            self._values.check(value_states, "values")
         check_pair(key_states, value_states)
 
     @property
@@ -323,8 +326,8 @@ class StaticLayer(AttentionLayer):
         most = min(self._window, self._slots)
         return view_size(tokens, most) if self._attend_prefix else most
 
-    def _held(self, buffer: FixedBuffer) -> torch.Tensor | None:
-        if buffer.data is None:
+    def _held(self, buffer: FixedTokens) -> torch.Tensor | None:
+        if not buffer.is_allocated:
             return None
         seen = self._count.value
         first = max(0, seen - self._slots) if self._is_ring else self._first
@@ -332,7 +335,7 @@ class StaticLayer(AttentionLayer):
 
 
 def _write(
-    buffer: FixedBuffer, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+    buffer: FixedTokens, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
 ) -> torch.Tensor:
     """Write `states` behind the `seen` tokens held and return `length` slots, the first of them token `first`'s."""
     after = seen + states.shape[TOKENS]
