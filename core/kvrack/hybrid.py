@@ -10,7 +10,7 @@ import torch
 
 from kvrack.backend import Capabilities
 from kvrack.config import BackendConfig
-from kvrack.layer import AttentionLayer, BuildContext, StateLayer
+from kvrack.layer import AttentionLayer, BuildContext, Elsewhere, StateLayer, allocations
 from kvrack.model import LayerSpec
 
 ATTENTION = "attention."
@@ -155,6 +155,22 @@ class HybridLayer(AttentionLayer, StateLayer):
     def prefetch(self) -> None:
         for part in self._parts:
             part.prefetch()
+
+    @property
+    def is_initialized(self) -> bool:
+        return any(part.is_initialized for part in self._parts)
+
+    @property
+    def batch_size(self) -> int:
+        return next((part.batch_size for part in self._parts if part.is_initialized), -1)
+
+    def elsewhere(self) -> list[Elsewhere]:
+        away = [replace(each, role=f"{ATTENTION}{each.role}") for each in self.attention.elsewhere()]
+        if not away:
+            return []
+        states = self.states.storage()
+        sizes = allocations(states)
+        return away + [Elsewhere(name, str(tensor.device), sizes[name]) for name, tensor in states.items()]
 
     def storage(self) -> dict[str, torch.Tensor]:
         return _joined(self.attention.storage(), self.states.storage())

@@ -11,7 +11,7 @@ import torch
 from kvrack import AttentionLayer, BuildContext, CacheLayer, Capabilities, InvalidPlugin, LayerSpec, resolve
 from kvrack.buffer import TOKENS
 from kvrack.companions import build_layer
-from kvrack.layer import refuse_positive
+from kvrack.layer import Elsewhere, refuse_positive
 from kvrack_encoder_decoder.config import EncoderDecoderConfig
 
 LENGTH = "encoder_length"
@@ -131,6 +131,17 @@ class CrossLayer(AttentionLayer):
 
     def prefetch(self) -> None:
         self.inner.prefetch()
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.inner.is_initialized
+
+    @property
+    def batch_size(self) -> int:
+        return self.inner.batch_size
+
+    def elsewhere(self) -> list[Elsewhere]:
+        return self.inner.elsewhere()
 
     def storage(self) -> dict[str, torch.Tensor]:
         return self.inner.storage()
