@@ -301,6 +301,11 @@ class AttentionLayer(CacheLayer):
     record_past: bool = False
     """Whether what a window would drop is kept until the next `crop`."""
 
+    def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> None:
+        super().__init__(spec, config, context)
+        if spec.attention is None:
+            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
+
     @abstractmethod
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Remember new tokens and return what attention must see.

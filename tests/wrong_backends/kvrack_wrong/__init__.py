@@ -68,9 +68,18 @@ for _name, _layer, _config in (
 ):
     BACKENDS[f"wrong-{_name}"] = (f"kvrack_wrong.{_layer}", _config)
 
+# name -> codec, with kvrack_wrong.codecs:StaticCodecConfig
+CODECS = {
+    "good-token-codec": "kvrack_wrong.codecs:TokenCodec",
+    "good-block-codec": "kvrack_wrong.codecs:BlockCodec",
+}
+
 
 @hookimpl
 def kvrack_backend(name: str) -> Backend:
     """Return the backend of this name."""
+    if name in CODECS:
+        config = "kvrack_wrong.codecs:StaticCodecConfig"
+        return Backend(name=name, summary="for the suite's own tests", codec=CODECS[name], config=config)
     layer, config = BACKENDS[name]
     return Backend(name=name, summary="for the suite's own tests", layer=layer, config=config)
