@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig, LayoutConfig
+    from kvrack.hybrid import HybridLayer
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
@@ -49,6 +50,7 @@ _LATE = {
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
+    "HybridLayer": "kvrack.hybrid",
     "LayoutConfig": "kvrack.config",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
@@ -80,6 +82,7 @@ __all__ = [
     "Codec",
     "CodecConfig",
     "DuplicateBackend",
+    "HybridLayer",
     "InvalidConfig",
     "InvalidPlugin",
     "KvrackError",
