@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 
 from kvrack.buffer import TOKENS, TokenBuffer
-from kvrack.config import BackendConfig
+from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
 from kvrack.scratch import Scratch
@@ -27,10 +27,10 @@ OWN_NAMES = (TAIL, SINKS)
 """What an EncodedBuffer names itself in `storage()`, so that a codec may not."""
 
 
-class CodecConfig(BackendConfig):
+class CodecConfig(LayoutConfig):
     """Base of a codec's config where some tokens stay exact.
 
-    A codec that encodes each token by itself needs none and may take `BackendConfig` as base.
+    A codec that encodes each token by itself needs none and may take `LayoutConfig` as base.
     """
 
     residual_length: int = Field(
@@ -64,6 +64,9 @@ class Codec(ABC):
     """Bound on |decoded - given|, relative to the largest magnitude in the same block, batch row and
     head; 0.0 for a codec that loses nothing. The default promises no more than that a value comes
     back no further off than that magnitude."""
+
+    compiles: bool = True
+    """Whether `encode` and `decode` trace under torch.compile; asked with layout static and blocks of one token."""
 
     def __init__(self, config: BackendConfig, role: Role) -> None:
         self.config = config
@@ -148,6 +151,7 @@ class EncodedBuffer:
         # Tokens that are still to come before the sinks are complete; no other token is held before.
         self._to_sink = codec.sink_tokens
         self._tail = new_buffer(1.0)
+        self._tail.limit = self._most_tail
         self._codes: dict[str, TokenBuffer] = {}
         self._rows: dict[str, int] = {}
         self._blocks = 0

@@ -49,15 +49,17 @@ class BuildContext:
     codec: type[Codec] | None = None
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
 
-    def buffer(self, growth: float = 1.25, rows: float = 1.0) -> TokenBuffer:
+    def buffer(self, growth: float = 1.25, rows: float = 1.0, capacity: int | None = None) -> TokenBuffer:
         """Return a new, empty buffer for one tensor of tokens, growing by `growth`.
 
         Args:
             growth: factor by which its memory grows.
             rows: rows of the buffer that a token takes, below 1 where several share one.
+            capacity: tokens to allocate for at once; None to grow.
         """
-        limit = None if self.max_length is None else math.ceil(self.max_length * rows)
-        return TokenBuffer(growth=growth, limit=limit, placement=self.placement)
+        most = self.max_length if capacity is None else capacity
+        limit = None if most is None else math.ceil(most * rows)
+        return TokenBuffer(growth=growth, limit=limit, placement=self.placement, is_whole=capacity is not None)
 
     def new_codec(self, config: BackendConfig, role: Role) -> Codec:
         """Return a codec for `role`. Raises InvalidPlugin when the context has none."""
