@@ -175,6 +175,6 @@ class GroupedCodec(Codec):
 def _round_up(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return positive scales in `dtype`, none smaller than it was, so that the codes still span their group."""
     info = torch.finfo(dtype)
-    # Half of the smallest number carries over where `dtype` has no more bits; for float32 the smallest must do.
-    least = info.smallest_normal * info.eps
+    # Float16's steps below its normal numbers count; float32's are zero to many devices.
+    least = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
     return (scale * (1 + info.eps) + least).clamp_(max=info.max).to(dtype)
