@@ -49,6 +49,16 @@ class Tokens(Protocol):
     def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None: ...
 
 
+class PlainTokens(Tokens, Protocol):
+    """What is asked besides of a buffer that keeps the tensors it is given, as `TokenBuffer` does."""
+
+    limit: int | None
+
+    def drop_oldest(self, count: int) -> None: ...
+
+    def restore(self, tokens: torch.Tensor) -> None: ...
+
+
 class TokenBuffer:
     """Tokens in order, oldest first, in memory that grows geometrically.
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from kvrack.buffer import TOKENS, TokenBuffer
+from kvrack.buffer import TOKENS, PlainTokens
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
@@ -130,7 +130,7 @@ class EncodedBuffer:
     def __init__(
         self,
         codec: Codec,
-        new_buffer: Callable[[float], TokenBuffer],
+        new_buffer: Callable[[float], PlainTokens],
         scratch: Scratch,
         slot: str,
         backend: str = "",
@@ -152,7 +152,7 @@ class EncodedBuffer:
         self._to_sink = codec.sink_tokens
         self._tail = new_buffer(1.0)
         self._tail.limit = self._most_tail
-        self._codes: dict[str, TokenBuffer] = {}
+        self._codes: dict[str, PlainTokens] = {}
         self._rows: dict[str, int] = {}
         self._blocks = 0
         # Tokens at the front of the oldest block that have left a window which needs the rest of it.
@@ -359,7 +359,7 @@ class EncodedBuffer:
         name = type(self.codec).__qualname__
         return InvalidPlugin(self._backend or name, name, reason)
 
-    def _code_buffer(self, name: str) -> TokenBuffer:
+    def _code_buffer(self, name: str) -> PlainTokens:
         return self._new_buffer(self._rows[name] / self._block)
 
     # --- giving back ----------------------------------------------------------------------------
@@ -414,7 +414,7 @@ class EncodedBuffer:
         self._blocks = self._skip = 0
 
 
-def _copy_tokens(buffer: TokenBuffer, out: torch.Tensor, first: int) -> None:
+def _copy_tokens(buffer: PlainTokens, out: torch.Tensor, first: int) -> None:
     """Write what `buffer` holds as tokens `first` and on of `out`."""
     held = buffer.view()
     assert held is not None

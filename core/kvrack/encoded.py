@@ -13,7 +13,7 @@ from kvrack.codec import Codec, EncodedBuffer, Role
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.encoded_slots import EncodedSlots
 from kvrack.errors import CapacityExceeded
-from kvrack.fixed import Slots
+from kvrack.fixed import FixedTokens
 from kvrack.layer import BuildContext
 from kvrack.model import LayerSpec
 from kvrack.preallocated import PreallocatedLayer, missing_capacity
@@ -134,10 +134,15 @@ class SlotsLayer(PreallocatedLayer):
         self._scratch_slots = {role: _scratch_slot(spec, context, role) for role in self._codecs}
         super().__init__(spec, config, context, capacity=config.max_cache_len)
 
-    def _new_slots(self, role: Role, slots: int, is_ring: bool) -> Slots:
+    def _new_slots(self, role: Role, slots: int, is_ring: bool) -> FixedTokens:
         context, codec = self.context, self._codecs[role]
         return EncodedSlots(
-            codec, slots, is_ring, context.scratch, self._scratch_slots[role], context.placement, context.backend
+            codec,
+            slots,
+            lambda: context.fixed_buffer(slots, is_ring),
+            context.scratch,
+            self._scratch_slots[role],
+            context.backend,
         )
 
     @property

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kvrack.buffer import TOKENS, check_states
-from kvrack.codec import SINKS, TAIL, Codec
+from kvrack.codec import OWN_NAMES, SINKS, TAIL, Codec
 from kvrack.errors import InvalidPlugin
-from kvrack.fixed import FixedBuffer, RingBuffer, beside, carries_gradient
-from kvrack.placement import DEVICE, Placement
+from kvrack.fixed import FixedBuffer, PlainFixedTokens, RingBuffer, beside, carries_gradient
+from kvrack.placement import DEVICE
 from kvrack.scratch import Scratch
 
 
@@ -22,10 +24,9 @@ class EncodedSlots:
     Args:
         codec: encodes and decodes, blocks of one token.
         slots: tokens it has room for.
-        is_ring: keep the newest `slots` tokens instead of the first.
+        new_buffer: returns a buffer of so many slots, for one of the code tensors.
         scratch: memory to decode into.
         slot: the scratch's slot to use.
-        placement: where the memory lives.
         backend: name the codec was asked for by, for messages.
     """
 
@@ -33,24 +34,27 @@ class EncodedSlots:
         self,
         codec: Codec,
         slots: int,
-        is_ring: bool,
+        new_buffer: Callable[[], PlainFixedTokens],
         scratch: Scratch,
         slot: str,
-        placement: Placement = DEVICE,
         backend: str = "",
     ) -> None:
         self.codec = codec
         self.slots = slots
-        self._is_ring = is_ring
         self._scratch = scratch
         self._slot = slot
-        self._placement = placement
+        self._new_buffer = new_buffer
         self._backend = backend
-        self._codes: dict[str, FixedBuffer] = {}
+        self._codes: dict[str, PlainFixedTokens] = {}
         # It keeps the form of the states, so it is there also where no token stays exact.
-        self._tail = RingBuffer(codec.residual_length, placement)
+        self._tail = RingBuffer(codec.residual_length)
         # One slot more: a graph writes there what is no sink, instead of being made again for it.
-        self._sinks = FixedBuffer(codec.sink_tokens + 1 if codec.sink_tokens else 0, placement)
+        self._sinks = FixedBuffer(codec.sink_tokens + 1 if codec.sink_tokens else 0)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory."""
+        return self._tail.is_allocated
 
     def check(self, states: torch.Tensor, what: str) -> None:
         """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
@@ -66,11 +70,9 @@ class EncodedSlots:
         self._codes = {}
         zeros = torch.zeros((batch, heads, 1, channels), dtype=dtype, device=device)
         for name, code in self._encode(zeros).items():
-            buffer = (RingBuffer if self._is_ring else FixedBuffer)(self.slots, self._placement)
+            buffer = self._codes[name] = self._new_buffer()
             buffer.allocate_for(code)
-            assert buffer.data is not None
-            buffer.data.copy_(code)
-            self._codes[name] = buffer
+            buffer.fill(code)
         self._tail.allocate(batch, heads, channels, dtype, device)
         self._sinks.allocate(batch, heads, channels, dtype, device)
 
@@ -142,19 +144,16 @@ class EncodedSlots:
 
     def memory(self) -> dict[str, torch.Tensor]:
         """Return every piece of memory whole, by name; {} before any allocation."""
-        if self._tail.data is None:
+        if not self.is_allocated:
             return {}
         pieces = {**self._codes, TAIL: self._tail, SINKS: self._sinks}
-        return {name: piece.data for name, piece in pieces.items() if piece.data is not None}
+        return {name: piece.memory()[""] for name, piece in pieces.items()}
 
     def adopt(self, memory: dict[str, torch.Tensor]) -> None:
         """Take what `memory()` of an equal buffer returned for its own."""
-        self._tail.data, self._sinks.data = memory[TAIL], memory[SINKS]
-        for name, data in memory.items():
-            if name not in (TAIL, SINKS):
-                codes = (RingBuffer if self._is_ring else FixedBuffer)(self.slots, self._placement)
-                codes.data = data
-                self._codes[name] = codes
+        self._codes = {name: self._new_buffer() for name in memory if name not in OWN_NAMES}
+        for name, piece in {**self._codes, TAIL: self._tail, SINKS: self._sinks}.items():
+            piece.adopt({"": memory[name]})
 
     # --- encoding and decoding ------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class EncodedSlots:
         with torch.no_grad():
             encoded = self.codec.encode(states)
         for name, code in encoded.items():
-            if code.dim() != 4 or code.shape[:3] != states.shape[:3] or name in (TAIL, SINKS):
+            if code.dim() != 4 or code.shape[:3] != states.shape[:3] or name in OWN_NAMES:
                 raise InvalidPlugin(
                     self._backend or type(self.codec).__qualname__,
                     type(self.codec).__qualname__,

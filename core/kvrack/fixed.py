@@ -123,8 +123,11 @@ def constant(states: torch.Tensor) -> torch.Tensor:
     return states.detach() if states.requires_grad else states
 
 
-class Slots(Protocol):
-    """What a preallocated layer asks of the slots it keeps tokens in; `FixedBuffer` says what each method does."""
+class FixedTokens(Protocol):
+    """What a preallocated layer asks of a buffer of fixed size; `FixedBuffer` says what each method does."""
+
+    @property
+    def is_allocated(self) -> bool: ...
 
     def check(self, states: torch.Tensor, what: str) -> None: ...
 
@@ -151,6 +154,18 @@ class Slots(Protocol):
     def adopt(self, memory: dict[str, torch.Tensor]) -> None: ...
 
 
+class PlainFixedTokens(FixedTokens, Protocol):
+    """What `EncodedSlots` asks besides of the buffers it keeps codes in."""
+
+    slots: int
+
+    def view(self, first: int, count: int) -> torch.Tensor: ...
+
+    def put(self, tokens: torch.Tensor, first: int) -> None: ...
+
+    def fill(self, token: torch.Tensor) -> None: ...
+
+
 class FixedBuffer:
     """Tokens ``[batch, heads, slots, channels]``, token i in slot i, written in place.
 
@@ -160,6 +175,10 @@ class FixedBuffer:
     Args:
         slots: tokens it has room for.
         placement: where the memory lives.
+
+    Attributes:
+        data: the memory, None before it is allocated, and always where it isn't a tensor of this
+            process's device.
     """
 
     copies = 1
@@ -169,6 +188,15 @@ class FixedBuffer:
         self.slots = slots
         self.placement = placement
         self.data: torch.Tensor | None = None
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory."""
+        return self.data is not None
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` fit the memory there is. `what` names them in the text."""
+        check_states(states, self.data, what)
 
     def fits(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the memory there is serves states of this shape, dtype and device."""
@@ -209,10 +237,6 @@ class FixedBuffer:
         return self._data().narrow(TOKENS, first, count)
 
     # --- what a layer asks ----------------------------------------------------------------------
-
-    def check(self, states: torch.Tensor, what: str) -> None:
-        """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
-        check_states(states, self.data, what)
 
     def append(self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int) -> torch.Tensor:
         """Write `states` behind the `seen` tokens there are, and return what attention must see.
@@ -256,6 +280,10 @@ class FixedBuffer:
         """Write `tokens` as ``view(first, count)`` returns them."""
         self.view(first, tokens.shape[TOKENS]).copy_(tokens.detach())
 
+    def fill(self, token: torch.Tensor) -> None:
+        """Write `token` ``[batch, heads, 1, channels]`` to every slot, as what an unused one holds."""
+        self._data().copy_(token)
+
     def memory(self) -> dict[str, torch.Tensor]:
         """Return the whole memory under the empty name; {} before any allocation."""
         return {} if self.data is None else {"": self.data}
@@ -275,7 +303,7 @@ def carries_gradient(states: torch.Tensor) -> bool:
 
 
 def beside(
-    slots: Slots, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+    slots: FixedTokens, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
 ) -> torch.Tensor:
     """Write `states` and return what `FixedBuffer.append` does, as a tensor of its own, with `states` as given."""
     past = slots.read(first, seen - first, seen)

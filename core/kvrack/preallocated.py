@@ -12,7 +12,7 @@ from kvrack.buffered import check_pair, of_role, prefixed
 from kvrack.codec import Role
 from kvrack.config import BackendConfig
 from kvrack.errors import CapacityExceeded, InvalidConfig
-from kvrack.fixed import FixedBuffer, RingBuffer, Slots, TokenCount, view_size
+from kvrack.fixed import FixedTokens, TokenCount, view_size
 from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
 from kvrack.model import LayerSpec
 
@@ -71,9 +71,9 @@ class PreallocatedLayer(AttentionLayer):
         self._keys = self._new_slots("keys", slots, self._is_ring)
         self._values = self._new_slots("values", slots, self._is_ring)
 
-    def _new_slots(self, role: Role, slots: int, is_ring: bool) -> Slots:
+    def _new_slots(self, role: Role, slots: int, is_ring: bool) -> FixedTokens:
         """Return `slots` empty slots for keys or values."""
-        return (RingBuffer if is_ring else FixedBuffer)(slots, self.context.placement)
+        return self.context.fixed_buffer(slots, is_ring)
 
     def _promises(self, compiles: bool, relative_error: float = 0.0) -> Capabilities:
         """Return what such a layer promises, by what its slots do."""
@@ -324,8 +324,8 @@ class PreallocatedLayer(AttentionLayer):
         most = min(self._window, self._slots)
         return view_size(tokens, most) if self._attend_prefix else most
 
-    def _held(self, slots: Slots) -> torch.Tensor | None:
-        if not slots.memory():
+    def _held(self, slots: FixedTokens) -> torch.Tensor | None:
+        if not slots.is_allocated:
             return None
         seen = self._count.value
         first = max(0, seen - self._slots) if self._is_ring else self._first
