@@ -157,19 +157,19 @@ class GroupedCodec(Codec):
         per channel, ``[batch, heads, tokens, groups, members]`` per token."""
         members = self._members(states)
         if self.per_channel:
-            return states.unflatten(2, (-1, members))
+            return torch.unflatten(states, 2, (-1, members))
         padding = -states.shape[3] % members
         if padding:
             # Repeated, the last channel changes no group's range.
             states = torch.cat([states, states[..., -1:].expand(*states.shape[:3], padding)], dim=3)
-        return states.unflatten(3, (-1, members))
+        return torch.unflatten(states, 3, (-1, members))
 
     def _split(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return what belongs to `out`, codes, scales or itself, as a view cut like `_grouped`."""
         if self.per_channel:
-            return tensor.unflatten(2, (out.shape[2] // self.block_tokens, -1))
+            return torch.unflatten(tensor, 2, (out.shape[2] // self.block_tokens, -1))
         channels, members = out.shape[3], self._members(out)
-        return tensor.unflatten(3, (-(-channels // members), -1))
+        return torch.unflatten(tensor, 3, (-(-channels // members), -1))
 
 
 def _round_up(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
