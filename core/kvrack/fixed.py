@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvrack.buffer import TOKENS
 from kvrack.placement import DEVICE, Placement
+from kvrack.sharing import Sharing
 
 MIN_VIEW = 256
 """Slots of the shortest prefix that attention is given, where capacity allows."""
@@ -127,6 +128,8 @@ class FixedBuffer:
         self.slots = slots
         self.placement = placement
         self.data: torch.Tensor | None = None
+        self._sharing: Sharing | None = None
+        self._is_borrowed = False
 
     def fits(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the memory there is serves states of this shape, dtype and device."""
@@ -145,7 +148,7 @@ class FixedBuffer:
         if self.fits(batch, heads, channels, dtype, device):
             return
         # The old memory goes first: both at once would double the peak.
-        self.data = None
+        self.let_go()
         shape = (batch, heads, self.copies * self.slots, channels)
         self.data = self.placement.allocate(shape, dtype, device).zero_()
         keep_address(self.data)
@@ -156,6 +159,8 @@ class FixedBuffer:
 
     def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
         """Write `states` as tokens `first` and on; `position` is `first` on the device."""
+        if self._is_borrowed:
+            self._own()
         data, new = self._memory(), states.shape[TOKENS]
         if torch.compiler.is_compiling():
             data.index_copy_(TOKENS, position + torch.arange(new, device=position.device), states.detach())
@@ -168,8 +173,69 @@ class FixedBuffer:
 
     def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
         """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them."""
+        self.release()
         self.allocate_for(tokens)
         self.view(first, tokens.shape[TOKENS]).copy_(tokens.detach())
+
+    # --- sharing --------------------------------------------------------------------------------
+
+    def share(self, other: FixedBuffer, held: int) -> None:
+        """Show what `other` shows, in its memory: borrowed, and copied before the first write here.
+
+        The memory's owner writes on in place, behind the tokens that it lent, and keeps its address.
+
+        Args:
+            other: an equal buffer, the owner or another borrower.
+            held: tokens that it holds.
+        """
+        self.data = other.data
+        if self.data is None:
+            return
+        if other._sharing is None:
+            other._sharing = Sharing()
+        self._sharing, self._is_borrowed = other._sharing, True
+        self._sharing.join(self, held)
+
+    def take_back(self, first: int) -> None:
+        """Be ready to write tokens `first` and on anew: who borrowed them gets a copy of the memory."""
+        if self._sharing is not None and not self._is_borrowed:
+            with Sharing.lock:
+                for borrower in self._sharing.others(self, first):
+                    borrower._own()
+
+    def release(self) -> None:
+        """Forget what is held: memory of its own stays for the next tokens, borrowed memory is given back."""
+        self.take_back(0)
+        if self._is_borrowed:
+            self.let_go()
+
+    def own(self) -> None:
+        """Have memory that nobody else shows."""
+        if self._is_borrowed:
+            self._own()
+        self.take_back(0)
+
+    def let_go(self) -> None:
+        """Give up the memory, which lives on if others borrowed it."""
+        if self._sharing is not None and not torch.compiler.is_compiling():
+            self._sharing.leave(self)
+        self._sharing, self._is_borrowed, self.data = None, False, None
+
+    def _own(self) -> None:
+        """Take a copy of the memory; it happens at most once, whoever asks first."""
+        if torch.compiler.is_compiling():
+            self._copy_out()
+            return
+        with Sharing.lock:
+            if self._sharing is not None:
+                self._copy_out()
+
+    def _copy_out(self) -> None:
+        shared = self._memory()
+        copied = self.placement.allocate(shared.shape, shared.dtype, shared.device).copy_(shared)
+        keep_address(copied)
+        self.let_go()
+        self.data = copied
 
     def _memory(self) -> torch.Tensor:
         assert self.data is not None, "used before allocate()"
@@ -193,6 +259,8 @@ class RingBuffer(FixedBuffer):
             # The second copy is read from the first token on that finds no free slot.
             super().write(states, first, position)
             return
+        if self._sharing is not None:
+            self._stop_sharing()
         data = self._memory()
         if new == 1 and not torch.compiler.is_compiling():
             batch, heads, _, channels = data.shape
@@ -205,11 +273,19 @@ class RingBuffer(FixedBuffer):
         data.index_copy_(TOKENS, slots, kept)
         data.index_copy_(TOKENS, slots + self.slots, kept)
 
+    def _stop_sharing(self) -> None:
+        """Have the memory for itself before tokens are overwritten; a graph can't ask the borrowers, so it moves."""
+        if self._is_borrowed or torch.compiler.is_compiling():
+            self._own()
+        else:
+            self.take_back(0)
+            self._sharing = None
+
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, oldest first, as a view; `count` is at most `slots`."""
         return self._memory().narrow(TOKENS, first % self.slots, count)
 
     def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them, twice."""
+        """As `FixedBuffer.restore`, and to the second copy."""
         super().restore(tokens, first)
         self._memory().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())

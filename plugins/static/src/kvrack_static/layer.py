@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -191,12 +192,17 @@ class StaticLayer(AttentionLayer):
     def crop(self, tokens: int) -> None:
         self.check_crop(tokens)
         if tokens:
-            self._count.set(max(0, self._count.value + tokens))
+            kept = max(0, self._count.value + tokens)
+            for buffer in (self._keys, self._values):
+                buffer.take_back(kept)
+            self._count.set(kept)
         if self.spec.window is not None and not self._is_ring:
             seen = self._count.value
             self._first = min(seen, max(self._first, seen - self.spec.window + 1))
 
     def reset(self) -> None:
+        for buffer in (self._keys, self._values):
+            buffer.release()
         self._count.set(0)
         self._first = 0
         self._reshapeable = True
@@ -239,9 +245,28 @@ class StaticLayer(AttentionLayer):
             self._values.restore(storage["values"], first)
         self._first = first
 
+    def fork(self, memo: dict[int, Any] | None = None) -> StaticLayer:
+        """As `CacheLayer.fork`: this layer keeps the memory and its address, the fork copies it before it writes."""
+        twin = self._empty_copy({} if memo is None else memo)
+        if self.record_past:
+            twin._lay_out(record_past=True)
+        seen = self._count.value
+        if not self._reshapeable:
+            twin._keys.share(self._keys, seen)
+            twin._values.share(self._values, seen)
+            assert twin._keys.data is not None
+            twin._count.allocate(twin._keys.data.device)
+            twin._reshapeable = False
+        twin._count.set(seen)
+        twin._first = self._first
+        return twin
+
     def flatten(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Return the whole memory and the length as tensors, for a program that writes to them and is right
         at every length that shows as many slots; beside them the largest such length, -1 for a full ring."""
+        for buffer in (self._keys, self._values):
+            # The program writes to what it is given, and asks nobody.
+            buffer.own()
         keys, values, position = self._keys.data, self._values.data, self._count.position
         if keys is None or values is None or position is None:
             return {}, {}
