@@ -54,6 +54,16 @@ class Tokens(Protocol):
     def share(self: SelfTokens, other: SelfTokens) -> None: ...
 
 
+class PlainTokens(Tokens, Protocol):
+    """What is asked besides of a buffer that keeps the tensors it is given, as `TokenBuffer` does."""
+
+    limit: int | None
+
+    def drop_oldest(self, count: int) -> None: ...
+
+    def restore(self, tokens: torch.Tensor) -> None: ...
+
+
 class TokenBuffer:
     """Tokens in order, oldest first, in memory that grows geometrically.
 
@@ -65,14 +75,22 @@ class TokenBuffer:
         limit: tokens the whole use will need, None when unknown. Room is never made beyond it
             until it is passed, or until a window is full, which takes room to slide.
         placement: where the memory lives.
+        is_whole: allocate for `limit` tokens at once.
     """
 
-    def __init__(self, growth: float = 1.25, limit: int | None = None, placement: Placement = DEVICE) -> None:
+    def __init__(
+        self,
+        growth: float = 1.25,
+        limit: int | None = None,
+        placement: Placement = DEVICE,
+        is_whole: bool = False,
+    ) -> None:
         if not growth > 1.0:
             raise ValueError(f"TokenBuffer.growth: expected more than 1, got {growth}")
         self.growth = growth
         self.limit = limit
         self.placement = placement
+        self.is_whole = is_whole
         self.data: torch.Tensor | None = None
         self.start = 0
         self.stop = 0
@@ -206,6 +224,8 @@ class TokenBuffer:
         roomy = tokens + max(MIN_ROOM, math.ceil(tokens * (self.growth - 1)))
         if self.limit is None or tokens > self.limit:
             return roomy
+        if self.is_whole:
+            return self.limit
         return max(tokens, min(roomy, self.limit))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class MemoryRow:
     Attributes:
         layer: index of the layer; what several share is the first's.
         role: what the bytes are: keys, values, or their codes, scales, tail; states; scratch.
-        device: where they are.
+        device: where they are; "disk" or another place for what a layer holds elsewhere.
         nbytes: bytes allocated, room for further tokens included.
     """
 
@@ -55,18 +55,22 @@ class Cache:
         self.name = name or resolved.backend.name
         self.max_length = max_length
         self._context = BuildContext(backend=self.name, max_length=max_length)
-        self.layers: list[CacheLayer] = [self._build(spec) for spec in model_spec.layers]
+        self.layers: list[CacheLayer] = []
+        for spec in model_spec.layers:
+            self.layers.append(self._build(spec))
 
     def _build(self, spec: LayerSpec) -> CacheLayer:
+        """Return a new layer, to be the next in order."""
+        context = replace(self._context, layer_index=len(self.layers))
         if spec.holds_nothing:
-            return EmptyLayer(spec, self.config, self._context)
+            return EmptyLayer(spec, self.config, context)
         if spec.states:
             raise UnsupportedOperation(
                 self.name,
                 "a layer with states (Mamba, linear attention, convolution)",
                 "They are kept by kvrack-mamba: pip install kvrack-mamba",
             )
-        return self.backend.build_layer(spec, self.config, self._context)
+        return self.backend.build_layer(spec, self.config, context)
 
     def __len__(self) -> int:
         """Return the number of layers; layers created on demand count once they exist."""
@@ -210,10 +214,7 @@ class Cache:
     @property
     def batch_size(self) -> int:
         """Rows held, -1 before the first update."""
-        for layer in self.layers:
-            for tensor in layer.storage().values():
-                return tensor.shape[0]
-        return -1
+        return next((layer.batch_size for layer in self.layers if layer.is_initialized), -1)
 
     @property
     def nbytes(self) -> int:
@@ -222,9 +223,18 @@ class Cache:
 
     def memory(self) -> list[MemoryRow]:
         """Return the bytes held by layer, role and device; memory that two share is counted at the first."""
-        named = {(i, name): tensor for i, layer in enumerate(self.layers) for name, tensor in layer.storage().items()}
+        away = {i: held for i, layer in enumerate(self.layers) if (held := layer.elsewhere())}
+        # Asking a layer that is elsewhere for its storage would bring all of it here.
+        named = {
+            (i, name): tensor
+            for i, layer in enumerate(self.layers)
+            if i not in away
+            for name, tensor in layer.storage().items()
+        }
         sizes = allocations({f"{i}.{name}": tensor for (i, name), tensor in named.items()})
         rows = [MemoryRow(i, name, str(tensor.device), sizes[f"{i}.{name}"]) for (i, name), tensor in named.items()]
+        rows += [MemoryRow(i, each.role, each.place, each.nbytes) for i, held in away.items() for each in held]
+        rows.sort(key=lambda row: row.layer)
         first = rows[0].layer if rows else 0
         scratch = self._context.scratch.tensors().values()
         return rows + [MemoryRow(first, "scratch", str(tensor.device), tensor.nbytes) for tensor in scratch]

@@ -124,6 +124,14 @@ class CapacityExceeded(KvrackError, ValueError):
         )
 
 
+class OffloadError(KvrackError, OSError):
+    """What is held elsewhere can't be written or read there. The layer holds what it held before; all others too."""
+
+
+class MemoryRefused(OffloadError, MemoryError):
+    """A place has no room for what is to be held there: a full disk, a quota, pinned memory that runs out."""
+
+
 class ShapeMismatch(KvrackError, ValueError):
     """States do not fit what the layer's first update decided. Nothing was written."""
 

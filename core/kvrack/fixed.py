@@ -6,12 +6,16 @@ its buffers, so that a compiled graph has one number to carry.
 
 from __future__ import annotations
 
+from typing import Protocol, TypeVar
+
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kvrack.buffer import TOKENS
+from kvrack.buffer import TOKENS, check_states
 from kvrack.placement import DEVICE, Placement
 from kvrack.sharing import Sharing
+
+SelfTokens = TypeVar("SelfTokens", bound="FixedTokens")
 
 MIN_VIEW = 256
 """Slots of the shortest prefix that attention is given, where capacity allows."""
@@ -52,11 +56,13 @@ class TokenCount:
         self.position: torch.Tensor | None = None
         self.is_known = True
         self._is_traced = False
+        self._shape: torch.Tensor | None = None
         self._become(0)
 
     @property
     def value(self) -> int:
         """The number, symbolic while a graph is traced."""
+        assert self._shape is not None
         return self._shape.shape[0] - self._SHIFT
 
     def allocate(self, device: torch.device) -> None:
@@ -92,6 +98,11 @@ class TokenCount:
             self._become(int(self.position))
 
     def _become(self, value: int) -> None:
+        shape = self._shape
+        if shape is not None and not torch.compiler.is_compiling() and not shape.is_inference():
+            # The same tensor, with its mark: a new one at every step and layer would cost more than writing the token.
+            shape.resize_(value + self._SHIFT, 0)
+            return
         self._shape = DEVICE.allocate((value + self._SHIFT, 0), torch.uint8, torch.device("cpu"))
         # Marked, so that the first graph has a symbol for it; from then on torch.compile knows, and a graph made
         # for what another graph left, which cannot be marked, would not take marked ones.
@@ -110,6 +121,58 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
+def constant(states: torch.Tensor) -> torch.Tensor:
+    """Return `states` without their gradient history; themselves where they have none, which is quicker to say."""
+    return states.detach() if states.requires_grad else states
+
+
+class FixedTokens(Protocol):
+    """What a preallocated layer asks of a buffer of fixed size; `FixedBuffer` says what each method does."""
+
+    @property
+    def is_allocated(self) -> bool: ...
+
+    def check(self, states: torch.Tensor, what: str) -> None: ...
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None: ...
+
+    def allocate_for(self, states: torch.Tensor) -> None: ...
+
+    def append(
+        self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+    ) -> torch.Tensor: ...
+
+    def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None: ...
+
+    def read(self, first: int, count: int, seen: int) -> torch.Tensor: ...
+
+    def drop_newest(self, seen: int, left: int) -> None: ...
+
+    def storage(self, first: int, count: int) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, storage: dict[str, torch.Tensor], first: int) -> None: ...
+
+    def memory(self) -> dict[str, torch.Tensor]: ...
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None: ...
+
+    def share(self: SelfTokens, other: SelfTokens, held: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class PlainFixedTokens(FixedTokens, Protocol):
+    """What `EncodedSlots` asks besides of the buffers it keeps codes in."""
+
+    slots: int
+
+    def view(self, first: int, count: int) -> torch.Tensor: ...
+
+    def put(self, tokens: torch.Tensor, first: int) -> None: ...
+
+    def fill(self, token: torch.Tensor) -> None: ...
+
+
 class FixedBuffer:
     """Tokens ``[batch, heads, slots, channels]``, token i in slot i, written in place.
 
@@ -119,6 +182,10 @@ class FixedBuffer:
     Args:
         slots: tokens it has room for.
         placement: where the memory lives.
+
+    Attributes:
+        data: the memory, None before it is allocated, and always where it isn't a tensor of this
+            process's device.
     """
 
     copies = 1
@@ -130,6 +197,15 @@ class FixedBuffer:
         self.data: torch.Tensor | None = None
         self._sharing: Sharing | None = None
         self._is_borrowed = False
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether there is memory."""
+        return self.data is not None
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` fit the memory there is. `what` names them in the text."""
+        check_states(states, self.data, what)
 
     def fits(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the memory there is serves states of this shape, dtype and device."""
@@ -148,7 +224,7 @@ class FixedBuffer:
         if self.fits(batch, heads, channels, dtype, device):
             return
         # The old memory goes first: both at once would double the peak.
-        self.let_go()
+        self._let_go()
         shape = (batch, heads, self.copies * self.slots, channels)
         self.data = self.placement.allocate(shape, dtype, device).zero_()
         keep_address(self.data)
@@ -161,21 +237,80 @@ class FixedBuffer:
         """Write `states` as tokens `first` and on; `position` is `first` on the device."""
         if self._is_borrowed:
             self._own()
-        data, new = self._memory(), states.shape[TOKENS]
+        data, new = self._data(), states.shape[TOKENS]
         if torch.compiler.is_compiling():
             data.index_copy_(TOKENS, position + torch.arange(new, device=position.device), states.detach())
         else:
-            data.narrow(TOKENS, first, new).copy_(states.detach())
+            data.narrow(TOKENS, first, new).copy_(constant(states))
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, ``[batch, heads, count, channels]``; slots that hold none, where there are."""
-        return self._memory().narrow(TOKENS, first, count)
+        return self._data().narrow(TOKENS, first, count)
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them."""
+    # --- what a layer asks ----------------------------------------------------------------------
+
+    def append(self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Write `states` behind the `seen` tokens there are, and return what attention must see.
+
+        Args:
+            states: ``[batch, heads, new_tokens, channels]``, as `check` accepts it.
+            seen: tokens written so far.
+            position: `seen` on the device.
+            first: position of the first token to return.
+            length: slots to return.
+
+        Returns:
+            ``[batch, heads, length, channels]``: a view of the memory where that holds them all.
+        """
+        after = seen + states.shape[TOKENS]
+        # Among several queries the older see tokens that the newer push out, so a ring shows them from outside of it.
+        passes_through = after - first > self.slots
+        if not passes_through and not carries_gradient(states):
+            self.write(states, seen, position)
+            return self.view(first, length)
+        return beside(self, states, seen, position, first, length)
+
+    def read(self, first: int, count: int, seen: int) -> torch.Tensor:
+        """Return tokens `first` and on, of `seen` that were written."""
+        return self.view(first, count)
+
+    def drop_newest(self, seen: int, left: int) -> None:
+        """Forget all but the first `left` of `seen` tokens; what is past the end is not read, but may be lent."""
+        self._take_back(left)
+
+    def storage(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """Return `count` tokens from `first` on under the empty name; {} before any allocation."""
+        return {} if self.data is None else {"": self.view(first, count)}
+
+    def restore(self, storage: dict[str, torch.Tensor], first: int = 0) -> None:
+        """Write what ``storage(first, count)`` returned, to memory that fits it."""
+        tokens = storage[""]
         self.release()
         self.allocate_for(tokens)
+        self.put(tokens, first)
+
+    def put(self, tokens: torch.Tensor, first: int) -> None:
+        """Write `tokens` as ``view(first, count)`` returns them."""
         self.view(first, tokens.shape[TOKENS]).copy_(tokens.detach())
+
+    def fill(self, token: torch.Tensor) -> None:
+        """Write `token` ``[batch, heads, 1, channels]`` to every slot, as what an unused one holds."""
+        self._data().copy_(token)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return the whole memory under the empty name, to write to: nobody shares it any more. {} before any
+        allocation."""
+        if self.data is None:
+            return {}
+        if self._is_borrowed:
+            self._own()
+        self._take_back(0)
+        return {"": self.data}
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None:
+        """Take what `memory()` of an equal buffer returned for its own."""
+        self._let_go()
+        self.data = memory[""]
 
     # --- sharing --------------------------------------------------------------------------------
 
@@ -188,58 +323,71 @@ class FixedBuffer:
             other: an equal buffer, the owner or another borrower.
             held: tokens that it holds.
         """
-        self.data = other.data
-        if self.data is None:
+        self._let_go()
+        if other.data is None:
             return
         if other._sharing is None:
             other._sharing = Sharing()
-        self._sharing, self._is_borrowed = other._sharing, True
+        self.data, self._sharing, self._is_borrowed = other.data, other._sharing, True
         self._sharing.join(self, held)
 
-    def take_back(self, first: int) -> None:
+    def release(self) -> None:
+        """Forget what is held: memory of its own stays for the next tokens, borrowed memory is given back."""
+        self._take_back(0)
+        if self._is_borrowed:
+            self._let_go()
+
+    def _take_back(self, first: int) -> None:
         """Be ready to write tokens `first` and on anew: who borrowed them gets a copy of the memory."""
         if self._sharing is not None and not self._is_borrowed:
             with Sharing.lock:
                 for borrower in self._sharing.others(self, first):
                     borrower._own()
 
-    def release(self) -> None:
-        """Forget what is held: memory of its own stays for the next tokens, borrowed memory is given back."""
-        self.take_back(0)
-        if self._is_borrowed:
-            self.let_go()
+    def _own(self) -> None:
+        """Take a copy of the borrowed memory; it happens once, whoever asks first."""
+        if torch.compiler.is_compiling():
+            self._copy_out()
+            return
+        with Sharing.lock:
+            if self._is_borrowed:
+                self._copy_out()
 
-    def own(self) -> None:
-        """Have memory that nobody else shows."""
-        if self._is_borrowed:
-            self._own()
-        self.take_back(0)
+    def _copy_out(self) -> None:
+        shared = self._data()
+        copied = self.placement.allocate(shared.shape, shared.dtype, shared.device).copy_(shared)
+        keep_address(copied)
+        self._let_go()
+        self.data = copied
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Give up the memory, which lives on if others borrowed it."""
         if self._sharing is not None and not torch.compiler.is_compiling():
             self._sharing.leave(self)
         self._sharing, self._is_borrowed, self.data = None, False, None
 
-    def _own(self) -> None:
-        """Take a copy of the memory; it happens at most once, whoever asks first."""
-        if torch.compiler.is_compiling():
-            self._copy_out()
-            return
-        with Sharing.lock:
-            if self._sharing is not None:
-                self._copy_out()
-
-    def _copy_out(self) -> None:
-        shared = self._memory()
-        copied = self.placement.allocate(shared.shape, shared.dtype, shared.device).copy_(shared)
-        keep_address(copied)
-        self.let_go()
-        self.data = copied
-
-    def _memory(self) -> torch.Tensor:
+    def _data(self) -> torch.Tensor:
         assert self.data is not None, "used before allocate()"
         return self.data
+
+
+def carries_gradient(states: torch.Tensor) -> bool:
+    """Return whether attention must see `states` themselves, as gradient flows through them."""
+    return states.requires_grad and torch.is_grad_enabled()
+
+
+def beside(
+    slots: FixedTokens, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+) -> torch.Tensor:
+    """Write `states` and return what `FixedBuffer.append` does, as a tensor of its own, with `states` as given."""
+    past = slots.read(first, seen - first, seen)
+    unused = first + length - seen - states.shape[TOKENS]
+    pieces = [past, states] if seen > first else [states]
+    if unused > 0:
+        pieces.append(states.new_zeros((*states.shape[:TOKENS], unused, states.shape[3])))
+    everything = torch.cat(pieces, dim=TOKENS) if len(pieces) > 1 else states
+    slots.write(states, seen, position)
+    return everything
 
 
 class RingBuffer(FixedBuffer):
@@ -261,11 +409,13 @@ class RingBuffer(FixedBuffer):
             return
         if self._sharing is not None:
             self._stop_sharing()
-        data = self._memory()
+        data = self._data()
         if new == 1 and not torch.compiler.is_compiling():
             batch, heads, _, channels = data.shape
-            both = data.view(batch, heads, self.copies, self.slots, channels).select(3, first % self.slots)
-            both.copy_(states.detach())
+            row, head, slot, channel = data.stride()
+            # One view for both copies of the slot; data.view(...).select(...) would take two.
+            size, stride = (batch, heads, self.copies, channels), (row, head, slot * self.slots, channel)
+            data.as_strided(size, stride, data.storage_offset() + slot * (first % self.slots)).copy_(constant(states))
             return
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)
@@ -275,17 +425,19 @@ class RingBuffer(FixedBuffer):
 
     def _stop_sharing(self) -> None:
         """Have the memory for itself before tokens are overwritten; a graph can't ask the borrowers, so it moves."""
-        if self._is_borrowed or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._copy_out()
+        elif self._is_borrowed:
             self._own()
         else:
-            self.take_back(0)
+            self._take_back(0)
             self._sharing = None
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, oldest first, as a view; `count` is at most `slots`."""
-        return self._memory().narrow(TOKENS, first % self.slots, count)
+        return self._data().narrow(TOKENS, first % self.slots, count)
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """As `FixedBuffer.restore`, and to the second copy."""
-        super().restore(tokens, first)
-        self._memory().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())
+    def put(self, tokens: torch.Tensor, first: int) -> None:
+        """Write `tokens` to the slots from `first` on, twice."""
+        super().put(tokens, first)
+        self._data().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())

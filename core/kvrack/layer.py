@@ -20,14 +20,34 @@ from typing import Any, TypeVar
 import torch
 
 from kvrack.backend import Capabilities
-from kvrack.buffer import TokenBuffer
-from kvrack.codec import Codec, Role, Scratch
+from kvrack.buffer import PlainTokens
+from kvrack.codec import Codec, Role
 from kvrack.config import BackendConfig
 from kvrack.errors import InvalidPlugin, UnsupportedOperation
+from kvrack.fixed import PlainFixedTokens
 from kvrack.model import LayerSpec
 from kvrack.placement import DEVICE, Placement
+from kvrack.scratch import Scratch
 
 Layer = TypeVar("Layer", bound="CacheLayer")
+Kind = TypeVar("Kind")
+
+
+class Shared:
+    """What the layers of one cache share besides scratch, by kind. A copy of a cache starts with none of it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[type, Any] = {}
+
+    def get(self, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+        """Return the cache's one object of this kind, made by the first layer that asks."""
+        if kind not in self._kept:
+            self._kept[kind] = make()
+        kept: Kind = self._kept[kind]
+        return kept
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return Shared()
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,8 @@ class BuildContext:
         max_length: tokens the whole use will need (prompt and answer), None when unknown.
         codec: class that encodes what the layer keeps, None where it keeps plain tensors.
         scratch: memory that the cache's layers decode into, shared by them.
+        shared: whatever else the cache's layers share.
+        layer_index: position of the layer in its cache.
     """
 
     backend: str = ""
@@ -47,16 +69,24 @@ class BuildContext:
     max_length: int | None = None
     codec: type[Codec] | None = None
     scratch: Scratch = field(default_factory=Scratch, repr=False, compare=False)
+    shared: Shared = field(default_factory=Shared, repr=False, compare=False)
+    layer_index: int = 0
 
-    def buffer(self, growth: float = 1.25, rows: float = 1.0) -> TokenBuffer:
+    def buffer(self, growth: float = 1.25, rows: float = 1.0, capacity: int | None = None) -> PlainTokens:
         """Return a new, empty buffer for one tensor of tokens, growing by `growth`.
 
         Args:
             growth: factor by which its memory grows.
             rows: rows of the buffer that a token takes, below 1 where several share one.
+            capacity: tokens to allocate for at once; None to grow.
         """
-        limit = None if self.max_length is None else math.ceil(self.max_length * rows)
-        return TokenBuffer(growth=growth, limit=limit, placement=self.placement)
+        most = self.max_length if capacity is None else capacity
+        limit = None if most is None else math.ceil(most * rows)
+        return self.placement.buffer(growth, limit, is_whole=capacity is not None)
+
+    def fixed_buffer(self, slots: int, is_ring: bool = False) -> PlainFixedTokens:
+        """Return a new buffer with room for `slots` tokens, or for the newest `slots`; nothing is allocated."""
+        return self.placement.fixed_buffer(slots, is_ring)
 
     def new_codec(self, config: BackendConfig, role: Role) -> Codec:
         """Return a codec for `role`. Raises InvalidPlugin when the context has none."""
@@ -67,8 +97,23 @@ class BuildContext:
         return self.codec(config, role)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BuildContext:
-        # Only the scratch is state: a copied cache must not decode into the original's.
-        return replace(self, scratch=copy.deepcopy(self.scratch, memo))
+        # Only these are state: a copied cache must not decode into the original's scratch.
+        return replace(self, scratch=copy.deepcopy(self.scratch, memo), shared=copy.deepcopy(self.shared, memo))
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Bytes that a layer holds outside of its device's memory.
+
+    Attributes:
+        role: what they are: keys, values, codes, ...; the name in `storage()`.
+        place: where they are, such as "disk" or "host".
+        nbytes: how many, room for further tokens included.
+    """
+
+    role: str
+    place: str
+    nbytes: int
 
 
 class CacheLayer(ABC):
@@ -144,6 +189,11 @@ class CacheLayer(ABC):
         return bool(self.storage())
 
     @property
+    def batch_size(self) -> int:
+        """Rows held, -1 before the first update."""
+        return next((tensor.shape[0] for tensor in self.storage().values()), -1)
+
+    @property
     def is_croppable(self) -> bool:
         """Whether ``crop(-1)`` would work, now."""
         try:
@@ -168,8 +218,17 @@ class CacheLayer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the layer really holds, room for further tokens included."""
+        """Bytes of memory the layer really holds, room for further tokens included, wherever it is."""
+        if away := self.elsewhere():
+            return sum(each.nbytes for each in away)
         return sum(allocations(self.storage()).values())
+
+    def elsewhere(self) -> list[Elsewhere]:
+        """Return what the layer holds that is not in its device's memory.
+
+        Where it isn't empty, all the layer holds is in it, and `storage()` brings a copy of that.
+        """
+        return []
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i the former row ``beam_idx[i]``, for beam search."""

@@ -1,14 +1,23 @@
 """Where a buffer's memory lives.
 
-Buffers ask a placement for memory instead of calling torch themselves, so that a backend that
-allocates through its build context can be held elsewhere without knowing it.
+Layers ask their build context for buffers and buffers ask a placement for memory, so that a
+backend that does so can be held elsewhere without knowing it: a placement whose memory is not on
+the device where the states arrive gives out buffers of its own, which keep the same interface.
+That, rather than one buffer class over memory behind an interface, leaves the resident path as
+fast as plain tensors are, and lets each kind of buffer move what it must: a buffer that grows in
+place on the device has nothing to gain from growing in place in a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from kvrack.buffer import PlainTokens
+    from kvrack.fixed import PlainFixedTokens
 
 
 class Placement:
@@ -23,6 +32,19 @@ class Placement:
         # Unconditionally: asking whether inference mode is on is what torch.compile cannot trace.
         with torch.inference_mode(False):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def buffer(self, growth: float, limit: int | None, is_whole: bool = False) -> PlainTokens:
+        """Return a new, empty buffer that grows; see `TokenBuffer` for the arguments."""
+        from kvrack.buffer import TokenBuffer
+
+        return TokenBuffer(growth=growth, limit=limit, placement=self, is_whole=is_whole)
+
+    def fixed_buffer(self, slots: int, is_ring: bool) -> PlainFixedTokens:
+        """Return a new buffer with room for `slots` tokens, of which a ring keeps the newest; nothing is
+        allocated. See `FixedBuffer` and `RingBuffer`."""
+        from kvrack.fixed import FixedBuffer, RingBuffer
+
+        return (RingBuffer if is_ring else FixedBuffer)(slots, self)
 
 
 DEVICE = Placement()

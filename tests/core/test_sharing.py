@@ -190,15 +190,15 @@ def test_a_borrower_keeps_what_the_owner_takes_back(taking_back):
     fork.share(buffer, 4)
     grandchild.share(fork, 4)
     if taking_back == "crop":
-        buffer.take_back(2)
+        buffer.drop_newest(4, 2)
         count.set(2)
     elif taking_back == "release":
         buffer.release()
         count.set(0)
     elif taking_back == "restore":
-        buffer.restore(tokens(4, 700))
+        buffer.restore({"": tokens(4, 700)})
     else:
-        buffer.own()
+        buffer.memory()
     write(buffer, count, 2, 100)
     assert buffer.data is memory
     for each in (fork, grandchild):
