@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
-    from kvrack.snapshot import load
+    from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
 
@@ -55,6 +55,7 @@ _LATE = {
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
+    "describe": "kvrack.snapshot",
     "load": "kvrack.snapshot",
 }
 
@@ -100,6 +101,7 @@ __all__ = [
     "UnsupportedOperation",
     "backends",
     "create_cache",
+    "describe",
     "hookimpl",
     "load",
     "resolve",

@@ -290,11 +290,11 @@ class Cache:
         twin.layers = [copied(layer) for layer in self.layers]
         return twin
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot`."""
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot.save`."""
         from kvrack.snapshot import save
 
-        save(self, path)
+        save(self, path, fingerprint, token_ids)
 
     def grow_to(self, count: int) -> None:
         """Create layers up to `count` of them, where the model spec says that further ones come on demand."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +169,31 @@ def test_a_saved_cache_is_one_plain_file(subject: Subject, kind: str, tmp_path: 
     wanted = sorted(f"0.{name}" for name in _layer(cache).storage())
     expect_equal(names, wanted, "tensors in the file")
     expect_equal(document["backend"], cache.backend.name, "backend in the file")
+
+
+@pytest.mark.rule("D8")
+def test_a_damaged_file_is_never_another_cache(subject: Subject, tmp_path: Path) -> None:
+    cache = _cache(subject, "full", (55, 30))
+    path = tmp_path / "cache.safetensors"
+    cache.save(path, fingerprint="this model")
+    content, chance = path.read_bytes(), random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(content)
+        position = chance.randrange(len(damaged))
+        if chance.random() < 0.2:
+            del damaged[position:]
+        else:
+            damaged[position] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            loaded = kvrack.load(path, subject.device)
+        except kvrack.SnapshotError:
+            continue
+        _expect_continues(subject, loaded, copy.deepcopy(cache))
+    path.write_bytes(content)
+    with pytest.raises(kvrack.SnapshotError, match="another model"):
+        kvrack.load(path, subject.device, fingerprint="another model")
+    _expect_continues(subject, kvrack.load(path, subject.device, fingerprint="this model"), cache)
 
 
 @pytest.mark.rule("D5")
