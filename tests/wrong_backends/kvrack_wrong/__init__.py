@@ -38,6 +38,7 @@ for _name, _layer, _config in (
     ("mask-too-long", "wrong_layers:MaskTooLong", DYNAMIC),
     ("mask-forgets-offset", "wrong_layers:MaskForgetsOffset", DYNAMIC),
     ("copy-shares", "wrong_layers:CopyShares", DYNAMIC),
+    ("fork-writes-through", "wrong_layers:ForkWritesThrough", DYNAMIC),
     ("save-forgets", "wrong_layers:MetadataForgets", DYNAMIC),
     ("crop-below-zero", "wrong_layers:CropBelowZero", DYNAMIC),
     ("crop-half-done", "wrong_layers:CropHalfDone", DYNAMIC),
