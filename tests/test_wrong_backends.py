@@ -39,6 +39,7 @@ WRONG = {
     "wrong-mask-too-long": "L6",
     "wrong-mask-forgets-offset": "L6",
     "wrong-copy-shares": "D2",
+    "wrong-fork-writes-through": "D2 D7 L29",
     "wrong-save-forgets": "D3",
     "wrong-crop-below-zero": "L19 L29",
     "wrong-crop-half-done": "L21 C3 L29",

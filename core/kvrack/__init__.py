@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
-    from kvrack.snapshot import load
+    from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
 
@@ -57,6 +57,7 @@ _LATE = {
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
+    "describe": "kvrack.snapshot",
     "load": "kvrack.snapshot",
 }
 
@@ -103,6 +104,7 @@ __all__ = [
     "UnsupportedOperation",
     "backends",
     "create_cache",
+    "describe",
     "hookimpl",
     "load",
     "resolve",

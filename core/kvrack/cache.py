@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvrack.config import BackendConfig
 from kvrack.errors import UnsupportedOperation
 from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, StateLayer, allocations
 from kvrack.model import LayerSpec, ModelSpec
+from kvrack.recipe import Recipe
 from kvrack.registry import Resolved, resolve
 
 
@@ -294,22 +295,58 @@ class Cache:
         """Return a new, empty cache, built as this one was."""
         return Cache(Resolved(self.backend, self.config), self.model_spec, self.name, self.max_length)
 
-    def fork(self) -> Cache:
-        """Return an independent cache with the same state: writing to either leaves the other as it is."""
-        return copy.deepcopy(self)
+    def recipe(self) -> Recipe:
+        """Return how this cache was built, as plain data that builds an equal, empty one."""
+        return Recipe(
+            backend=self.backend.name,
+            name=self.name,
+            config=self.config.model_dump(mode="json"),
+            max_length=self.max_length,
+            model=self.model_spec.to_dict(),
+        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        twin = self.twin()
-        memo[id(self)] = twin
-        twin._context = copy.deepcopy(self._context, memo)
-        twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+    def fork(self, tokens: int | None = None) -> Cache:
+        """Return an independent cache with the same state: writing to either leaves the other as it is.
+
+        Layers that can share their memory do so until one of both writes (copy-on-write), so that
+        forking takes the same time whatever is held. `copy.deepcopy` copies everything at once.
+
+        Args:
+            tokens: branch at an earlier point: how many tokens the fork has seen, from the start.
+                None for all.
+
+        Raises ValueError for a number below 0 or above `get_seq_length()`, and what `crop` raises
+        where a layer can't go back so far. This cache is left as it is.
+        """
+        seen = self.get_seq_length()
+        removed = 0 if tokens is None else seen - tokens
+        if not 0 <= removed <= seen:
+            raise ValueError(f"fork(tokens={tokens}): expected 0 to {seen}, the tokens seen")
+        if removed:
+            for layer in self.layers:
+                layer.check_crop(-removed)
+        memo: dict[int, Any] = {}
+        twin = self._copy(memo, lambda layer: layer.fork(memo))
+        if removed:
+            twin.crop(-removed)
         return twin
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot`."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self._copy(memo, lambda layer: copy.deepcopy(layer, memo))
+
+    def _copy(self, memo: dict[int, Any], copied: Callable[[CacheLayer], CacheLayer]) -> Cache:
+        # Not built anew: what the recipe says is immutable and can be the same, and layers are given.
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._context = copy.deepcopy(self._context, memo)
+        twin.layers = [copied(layer) for layer in self.layers]
+        return twin
+
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot.save`."""
         from kvrack.snapshot import save
 
-        save(self, path)
+        save(self, path, fingerprint, token_ids)
 
     def grow_to(self, count: int) -> None:
         """Create layers up to `count` of them, where the model spec says that further ones come on demand."""

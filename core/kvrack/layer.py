@@ -278,10 +278,27 @@ class CacheLayer(ABC):
         """Return a new, empty layer, built as this one was."""
         return type(self)(self.spec, self.config, self.context)
 
+    def fork(self: Layer, memo: dict[int, Any] | None = None) -> Layer:
+        """Return an independent layer with the same state.
+
+        A layer that can shares its memory with the fork until either writes, so that forking takes
+        the same time whatever is held; any other copies.
+
+        Args:
+            memo: copies made so far, as `copy.deepcopy` passes them on: one for the layers of a
+                cache, which share their build context, and for the layers that a layer holds.
+        """
+        return copy.deepcopy(self, memo)
+
     def __deepcopy__(self: Layer, memo: dict[int, Any]) -> Layer:
+        twin = self._empty_copy(memo)
+        twin.restore(self.storage(), self.metadata())
+        return twin
+
+    def _empty_copy(self: Layer, memo: dict[int, Any]) -> Layer:
+        """Return an empty layer for a copy of this one: in the copy of its context, and noted in `memo`."""
         twin = type(self)(self.spec, self.config, copy.deepcopy(self.context, memo))
         memo[id(self)] = twin
-        twin.restore(self.storage(), self.metadata())
         twin._home = self._home
         return twin
 
@@ -300,6 +317,11 @@ class AttentionLayer(CacheLayer):
 
     record_past: bool = False
     """Whether what a window would drop is kept until the next `crop`."""
+
+    def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> None:
+        super().__init__(spec, config, context)
+        if spec.attention is None:
+            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
 
     @abstractmethod
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,6 +38,7 @@ for _name, _layer, _config in (
     ("mask-too-long", "wrong_layers:MaskTooLong", DYNAMIC),
     ("mask-forgets-offset", "wrong_layers:MaskForgetsOffset", DYNAMIC),
     ("copy-shares", "wrong_layers:CopyShares", DYNAMIC),
+    ("fork-writes-through", "wrong_layers:ForkWritesThrough", DYNAMIC),
     ("save-forgets", "wrong_layers:MetadataForgets", DYNAMIC),
     ("crop-below-zero", "wrong_layers:CropBelowZero", DYNAMIC),
     ("crop-half-done", "wrong_layers:CropHalfDone", DYNAMIC),
@@ -74,10 +75,19 @@ for _name, _layer, _config in (
 ):
     BACKENDS[f"wrong-{_name}"] = (f"kvrack_wrong.{_layer}", _config)
 
+# name -> codec, with kvrack_wrong.codecs:StaticCodecConfig
+CODECS = {
+    "good-token-codec": "kvrack_wrong.codecs:TokenCodec",
+    "good-block-codec": "kvrack_wrong.codecs:BlockCodec",
+}
+
 
 @hookimpl
 def kvrack_backend(name: str) -> Backend:
     """Return the backend of this name."""
+    if name in CODECS:
+        config = "kvrack_wrong.codecs:StaticCodecConfig"
+        return Backend(name=name, summary="for the suite's own tests", codec=CODECS[name], config=config)
     layer, config = BACKENDS[name]
     return Backend(
         name=name, summary="for the suite's own tests", layer=layer, config=config, states="states:" in layer

@@ -220,13 +220,13 @@ class TransformersCache(HFCache):
         """Bytes by layer, role and device; see `kvrack.Cache.memory`."""
         return self.rack.memory()
 
-    def fork(self) -> TransformersCache:
-        """Return an independent cache with the same state."""
-        return TransformersCache(self.rack.fork())
+    def fork(self, tokens: int | None = None) -> TransformersCache:
+        """Return an independent cache with the same state, or that of its first `tokens`; see `kvrack.Cache.fork`."""
+        return TransformersCache(self.rack.fork(tokens))
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``."""
-        self.rack.save(path)
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``; see `kvrack.Cache.save`."""
+        self.rack.save(path, fingerprint, token_ids)
 
 
 torch.utils._pytree.register_pytree_node(
