@@ -225,7 +225,7 @@ class TransformersCache(HFCache):
         return TransformersCache(self.rack.fork(tokens))
 
     def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
-        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``; see `kvrack.Cache.save`."""
+        """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
         self.rack.save(path, fingerprint, token_ids)
 
 
