@@ -269,9 +269,23 @@ class EncodedBuffer:
         codes = {name: tensor for name, tensor in storage.items() if name not in OWN_NAMES}
         # Not to be read off the tensors: a window may have left no block of them.
         self._rows = {name: metadata[f"rows.{name}"] for name in codes}
-        self._codes = {name: self._codes.get(name) or self._code_buffer(name) for name in codes}
+        self._codes = {name: self._codes[name] if name in self._codes else self._code_buffer(name) for name in codes}
         for name, tensor in codes.items():
             self._codes[name].restore(tensor)
+
+    def share(self, other: EncodedBuffer) -> None:
+        """Hold what `other` holds, in the same memory; see `TokenBuffer.share`.
+
+        Codes are only ever appended to, so the blocks stay shared until room for further ones is
+        wanted by both.
+        """
+        self._tail.share(other._tail)
+        self._sinks.share(other._sinks)
+        self._rows = dict(other._rows)
+        self._codes = {name: self._code_buffer(name) for name in other._codes}
+        for name, codes in self._codes.items():
+            codes.share(other._codes[name])
+        self._blocks, self._skip, self._to_sink = other._blocks, other._skip, other._to_sink
 
     # --- taking in ------------------------------------------------------------------------------
 
