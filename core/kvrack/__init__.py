@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
+    from kvrack.prefix import PrefixStats, PrefixStore
     from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
@@ -50,6 +51,8 @@ _LATE = {
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
     "LayoutConfig": "kvrack.config",
+    "PrefixStats": "kvrack.prefix",
+    "PrefixStore": "kvrack.prefix",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
     "StateLayer": "kvrack.layer",
@@ -91,6 +94,8 @@ __all__ = [
     "ModelSpec",
     "OffloadError",
     "Placement",
+    "PrefixStats",
+    "PrefixStore",
     "PreallocatedLayer",
     "Resolved",
     "ShapeMismatch",
