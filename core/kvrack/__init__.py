@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig, LayoutConfig
+    from kvrack.hybrid import HybridLayer
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
@@ -50,6 +51,7 @@ _LATE = {
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
+    "HybridLayer": "kvrack.hybrid",
     "LayoutConfig": "kvrack.config",
     "PrefixStats": "kvrack.prefix",
     "PrefixStore": "kvrack.prefix",
@@ -84,6 +86,7 @@ __all__ = [
     "Codec",
     "CodecConfig",
     "DuplicateBackend",
+    "HybridLayer",
     "InvalidConfig",
     "InvalidPlugin",
     "KvrackError",

@@ -212,12 +212,18 @@ class EncodedSlots:
         """Return what `_read_into` writes, by operations whose shapes don't depend on `seen`."""
         like = self._like()
         out = like.new_empty((*like.shape[:TOKENS], count, like.shape[3]))
-        self._decode(first, count, out)
-        if not self._tail.slots and not self._sinks.slots:
-            return out
         where = torch.arange(count, device=position.device)
         if first:
             where = where + (position - (seen - first))
+            # By index and not as a view: the view's offset would be one more thing that a graph is made for.
+            slots = where % self.slots
+            encoded = {
+                name: codes.view(0, self.slots).index_select(TOKENS, slots) for name, codes in self._codes.items()
+            }
+        else:
+            encoded = {name: codes.view(0, count) for name, codes in self._codes.items()}
+        with torch.no_grad():
+            self.codec.decode(encoded, out)
         if self._sinks.slots:
             sinks = self._sinks.view(0, self._sinks.slots).index_select(TOKENS, where.clamp(max=self._sinks.slots - 1))
             out = torch.where((where < self.codec.sink_tokens)[:, None], sinks, out)

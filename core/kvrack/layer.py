@@ -318,6 +318,11 @@ class AttentionLayer(CacheLayer):
     record_past: bool = False
     """Whether what a window would drop is kept until the next `crop`."""
 
+    def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> None:
+        super().__init__(spec, config, context)
+        if spec.attention is None:
+            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
+
     @abstractmethod
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Remember new tokens and return what attention must see.
@@ -382,12 +387,37 @@ class AttentionLayer(CacheLayer):
 
 
 class StateLayer(CacheLayer):
-    """A layer that keeps fixed-size states: convolution inputs and recurrent states, several of each."""
+    """A layer that keeps fixed-size states: convolution inputs and recurrent states, several of each.
+
+    What `get_conv_state` and `get_recurrent_state` return is the state itself: a model may write to
+    it in place, which replaces an update.
+    """
+
+    record_past: bool = False
+    """Whether what a state would drop is kept until the next `crop`. Convolution inputs must then all
+    come through `update_conv_state`, and before the forward they belong to changes the recurrent state."""
+
+    @property
+    def is_compileable(self) -> bool:
+        # States have no slots; True, so that they decide nothing for the attention layers beside them.
+        return True
 
     @abstractmethod
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
-        """Take in new convolution inputs ``[batch, channels, tokens]`` and return the state a
-        convolution over the next tokens needs, ``[batch, channels, kernel_size]``."""
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Take in the convolution inputs of new tokens, and return what the convolution over them needs.
+
+        Args:
+            conv_states: ``[batch, channels, new_tokens]``.
+            state_idx: which of the layer's states.
+            conv_kernel_size: columns that the state keeps, decided by the first update; None for as
+                many as that brings.
+
+        Returns:
+            ``[batch, channels, held + new_tokens]``: the columns held before and the new ones. Of a first
+            update the new ones alone, with zeros to their left where the kernel is longer.
+        """
 
     @abstractmethod
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
@@ -403,7 +433,7 @@ class StateLayer(CacheLayer):
 
     @abstractmethod
     def has_previous_state(self, state_idx: int | None = None) -> bool:
-        """Return whether state `state_idx`, or all of them, was updated since the last reset."""
+        """Return whether state `state_idx`, or each of them, was updated since the last reset."""
 
 
 class EmptyLayer(CacheLayer):

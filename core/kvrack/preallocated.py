@@ -37,7 +37,7 @@ class PreallocatedLayer(AttentionLayer):
             always all slots.
 
     Raises InvalidConfig for a full layer when neither `capacity` nor the build context says how
-    many tokens will come, UnsupportedOperation for a layer without attention.
+    many tokens will come.
     """
 
     def __init__(
@@ -49,8 +49,6 @@ class PreallocatedLayer(AttentionLayer):
         attend_prefix: bool = True,
     ) -> None:
         super().__init__(spec, config, context)
-        if spec.attention is None:
-            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
         self.record_past = False
         self._attend_prefix = attend_prefix
         self._capacity = capacity if capacity is not None else context.max_length
