@@ -1,0 +1,158 @@
+"""HeldBuffer and HeldFixed: kvrack's buffers, their tokens elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from kvrack.buffer import TOKENS, check_states
+from kvrack_offload.prefetch import Station
+from kvrack_offload.strip import Form, Strip, form_of
+
+
+class HeldBuffer:
+    """Tokens in order, oldest first, elsewhere; the interface of `kvrack.TokenBuffer`.
+
+    Only new tokens travel out. What `append` and `view` return while the layer is updated lies in
+    one of the device's two slots; `view` at any other time returns a copy.
+
+    Args:
+        station: of the layer.
+        limit: read and written by those who hold the buffer; room is made as tokens come.
+    """
+
+    def __init__(self, station: Station, limit: int | None = None) -> None:
+        self.limit = limit
+        self._station = station
+        self._strip = Strip(station)
+
+    def __len__(self) -> int:
+        """Return the number of tokens held."""
+        return self._strip.stop - self._strip.start
+
+    def view(self) -> torch.Tensor | None:
+        """Return the held tokens ``[batch, heads, tokens, channels]``; None before any allocation."""
+        return None if self._strip.form is None else self._strip.read(self._strip.start, len(self))
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` can be appended. `what` names them in the text."""
+        form = self._strip.form
+        check_states(states, None if form is None else form.empty(0), what)
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Decide what the first tokens will be, holding none. Nothing happens if that is decided already."""
+        if self._strip.form is None:
+            self._strip.open(Form(batch, heads, channels, dtype, device))
+
+    def append(self, states: torch.Tensor, keep: int | None = None) -> torch.Tensor:
+        """Add tokens and return all that were held, then these, oldest first; see `TokenBuffer.append`."""
+        strip, new, held = self._strip, states.shape[TOKENS], len(self)
+        if strip.form is None:
+            strip.open(form_of(states))
+        carries_gradient = states.requires_grad and torch.is_grad_enabled()
+        stored = new if keep is None else min(new, keep)
+        everything = states
+        if held:
+            past = strip.read(strip.start, held, room=new)
+            if carries_gradient or stored < new:
+                everything = torch.cat([past, states], dim=TOKENS)
+        strip.write(states.narrow(TOKENS, new - stored, stored), strip.stop)
+        if held and everything is states:
+            everything = strip.read(strip.start, held + new)
+        if keep is not None:
+            strip.start = max(strip.start, strip.stop - keep)
+        return everything
+
+    def drop_newest(self, count: int) -> None:
+        """Forget the newest `count` tokens; all of them when there are fewer."""
+        self._strip.stop = max(self._strip.start, self._strip.stop - count)
+        self._strip.cut()
+
+    def drop_oldest(self, count: int) -> None:
+        """Forget the oldest `count` tokens; all of them when there are fewer."""
+        self._strip.start = min(self._strip.stop, self._strip.start + count)
+
+    def keep_newest(self, count: int) -> None:
+        """Forget all but the newest `count` tokens."""
+        self._strip.start = max(self._strip.start, self._strip.stop - count)
+
+    def clear(self) -> None:
+        """Forget every token and give the room back."""
+        if not self._station.shapes_only:
+            self._strip.shut()
+
+    def storage(self) -> dict[str, torch.Tensor]:
+        """Return the held tokens under the empty name; {} before any allocation."""
+        view = self.view()
+        return {} if view is None else {"": view}
+
+    def metadata(self) -> dict[str, int]:
+        """Return nothing: the tokens are the whole state."""
+        return {}
+
+    def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        """Hold what `storage()` and `metadata()` of another buffer returned, copied."""
+        self.restore(storage[""])
+
+    def restore(self, tokens: torch.Tensor) -> None:
+        """Hold exactly `tokens`, copied. They are written beside what was held, which stays until all is well."""
+        if self._station.shapes_only:
+            return
+        strip = self._strip
+        if strip.form != form_of(tokens):
+            strip.open(form_of(tokens))
+        strip.start = strip.stop
+        strip.write(tokens, strip.start)
+
+
+class HeldFixed:
+    """Tokens in slots, elsewhere; the interface of `kvrack.fixed.FixedBuffer` and of its ring.
+
+    What `view` returns while the layer is updated lies in one of the device's two slots; at any
+    other time it is a copy.
+
+    Args:
+        station: of the layer.
+        slots: tokens it has room for, of a ring the newest: token i is in slot i modulo `slots`.
+    """
+
+    data: torch.Tensor | None = None
+
+    def __init__(self, station: Station, slots: int) -> None:
+        self.slots = slots
+        self._station = station
+        self._strip = Strip(station, slots)
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether room was made."""
+        return self._strip.form is not None
+
+    def check(self, states: torch.Tensor, what: str) -> None:
+        """Raise ShapeMismatch unless `states` fit the room there is. `what` names them in the text."""
+        form = self._strip.form
+        check_states(states, None if form is None else form.empty(0), what)
+
+    def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make room for states of this shape, dtype and device; what is there and fits stays."""
+        form = Form(batch, heads, channels, dtype, device)
+        if self._strip.form != form and not self._station.shapes_only:
+            self._strip.open(form)
+
+    def allocate_for(self, states: torch.Tensor) -> None:
+        """Make room for `states` ``[batch, heads, tokens, channels]`` and what is like them."""
+        self.allocate(states.shape[0], states.shape[1], states.shape[3], states.dtype, states.device)
+
+    def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
+        """Write `states` as tokens `first` and on."""
+        self._strip.write(states, first, show=True)
+
+    def view(self, first: int, count: int) -> torch.Tensor:
+        """Return tokens `first` and on, ``[batch, heads, count, channels]``; zeros for those that never were."""
+        if self._station.is_active:
+            self._strip.shown = (first, count)
+        return self._strip.read(first, count)
+
+    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
+        """Write `tokens`, as ``view(first, count)`` returned them, to room that fits them."""
+        self.allocate_for(tokens)
+        self._strip.write(tokens, first)

@@ -1,0 +1,27 @@
+"""The layer that is held elsewhere: built in a placement of its own, and held in the way that it allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvrack import BuildContext, LayerSpec, resolve
+from kvrack.layer import CacheLayer
+from kvrack_offload.config import PlaceConfig
+from kvrack_offload.holds import BufferHold, Hold, StorageHold
+from kvrack_offload.prefetch import Prefetcher, Station
+
+
+def build_inner(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> CacheLayer:
+    """Return a new layer of the backend that `config` names. Raises what resolving and building it raise."""
+    name, own = config.held
+    held = resolve(name, own)
+    return held.backend.build_layer(spec, held.config, context)
+
+
+def make_hold(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> Hold[CacheLayer]:
+    """Return such a layer in a placement of its own, held through its buffers if it asked for any, else through
+    `storage()`."""
+    tier, folder, scratch = config.tier, config.folder, context.scratch
+    station = Station(context.shared.get(Prefetcher, lambda: Prefetcher(scratch, tier, folder)))
+    inner = build_inner(spec, config, replace(context, placement=station))
+    return (BufferHold if station.was_given_out else StorageHold)(inner, station)
