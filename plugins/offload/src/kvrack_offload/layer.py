@@ -30,7 +30,7 @@ class Offloaded(CacheLayer):
     @property
     def capabilities(self) -> Capabilities:
         # Between two layers the slots are exchanged, which a graph can't do, and with them the addresses.
-        return replace(self._hold.inner.capabilities, compiles=False, stable_address=False)
+        return replace(self._hold.inner.capabilities, offloads=True, compiles=False, stable_address=False)
 
     @property
     def is_compileable(self) -> bool:
