@@ -12,11 +12,13 @@ from kvrack_spec.conform import pytest_arguments, run_conformance
 from kvrack_spec.result import Result
 
 
-def run_suite(name: str, quick: bool = False, keyword: str | None = None) -> tuple[Result, str]:
+def run_suite(
+    name: str, quick: bool = False, keyword: str | None = None, settings: tuple[str, ...] = ()
+) -> tuple[Result, str]:
     """Run the suite over one backend on the CPU; return the result and what was printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        _, result = run_conformance(pytest_arguments(name, devices=("cpu",), quick=quick, keyword=keyword))
+        _, result = run_conformance(pytest_arguments(name, settings, devices=("cpu",), quick=quick, keyword=keyword))
     assert result is not None, out.getvalue()
     return result, out.getvalue()
 

@@ -66,6 +66,7 @@ WRONG = {
     "wrong-nan-from-zeros": "F3",
     "wrong-tail-too-short": "F6",
     "wrong-scale-over-batch": "F7 L14 L16",
+    "wrong-too-few-sinks": "F8",
 }
 
 SLOW = "compile"

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from kvrack.buffered import BufferedLayer
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
-    from kvrack.config import BackendConfig
+    from kvrack.config import BackendConfig, LayoutConfig
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
+    from kvrack.preallocated import PreallocatedLayer
     from kvrack.snapshot import load
 
 __version__ = version("kvrack")
@@ -48,7 +49,9 @@ _LATE = {
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
+    "LayoutConfig": "kvrack.config",
     "Placement": "kvrack.placement",
+    "PreallocatedLayer": "kvrack.preallocated",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
@@ -81,11 +84,13 @@ __all__ = [
     "InvalidPlugin",
     "KvrackError",
     "LayerSpec",
+    "LayoutConfig",
     "MemoryRefused",
     "MissingDependency",
     "ModelSpec",
     "OffloadError",
     "Placement",
+    "PreallocatedLayer",
     "Resolved",
     "ShapeMismatch",
     "SnapshotError",

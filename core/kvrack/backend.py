@@ -118,9 +118,12 @@ class Backend:
 
     def config_class(self) -> type[BackendConfig]:
         """Return the config class. Raises InvalidPlugin when it is not a `BackendConfig`."""
-        from kvrack.config import BackendConfig
+        from kvrack.config import BackendConfig, LayoutConfig
 
+        # A codec without keys of its own still takes those of the layout.
         found = import_object(self.config)
+        if found is BackendConfig and self.codec is not None:
+            return LayoutConfig
         if not (isinstance(found, type) and issubclass(found, BackendConfig)):
             raise InvalidPlugin(self.name, self.config, "its config must be a subclass of kvrack.config.BackendConfig")
         return found
@@ -145,12 +148,12 @@ class Backend:
 
     def _build_encoded(self, path: str, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
         from kvrack.codec import Codec
-        from kvrack.encoded import EncodedLayer
+        from kvrack.encoded import build_encoded
 
         codec = self._explicit(path, "constructor", "name config and role")
         if not (isinstance(codec, type) and issubclass(codec, Codec)):
             raise InvalidPlugin(self.name, path, "its codec must be a subclass of kvrack.codec.Codec")
-        return EncodedLayer(spec, config, replace(context, codec=codec))
+        return build_encoded(spec, config, replace(context, codec=codec))
 
     def _explicit(self, path: str, what: str, remedy: str) -> Callable[..., Any]:
         found: Callable[..., Any] = import_object(path)

@@ -70,14 +70,22 @@ class TokenBuffer:
         limit: tokens the whole use will need, None when unknown. Room is never made beyond it
             until it is passed, or until a window is full, which takes room to slide.
         placement: where the memory lives.
+        is_whole: allocate for `limit` tokens at once.
     """
 
-    def __init__(self, growth: float = 1.25, limit: int | None = None, placement: Placement = DEVICE) -> None:
+    def __init__(
+        self,
+        growth: float = 1.25,
+        limit: int | None = None,
+        placement: Placement = DEVICE,
+        is_whole: bool = False,
+    ) -> None:
         if not growth > 1.0:
             raise ValueError(f"TokenBuffer.growth: expected more than 1, got {growth}")
         self.growth = growth
         self.limit = limit
         self.placement = placement
+        self.is_whole = is_whole
         self.data: torch.Tensor | None = None
         self.start = 0
         self.stop = 0
@@ -192,6 +200,8 @@ class TokenBuffer:
         roomy = tokens + max(MIN_ROOM, math.ceil(tokens * (self.growth - 1)))
         if self.limit is None or tokens > self.limit:
             return roomy
+        if self.is_whole:
+            return self.limit
         return max(tokens, min(roomy, self.limit))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

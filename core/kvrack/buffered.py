@@ -96,20 +96,20 @@ class BufferedLayer(AttentionLayer):
 
     def storage(self) -> dict[str, torch.Tensor]:
         keys, values = self._keys.storage(), self._values.storage()
-        return {**_prefixed("keys", keys), **_prefixed("values", values)} if keys and values else {}
+        return {**prefixed("keys", keys), **prefixed("values", values)} if keys and values else {}
 
     def metadata(self) -> dict[str, int]:
         own = {"seen": self._seen, "record_past": int(self.record_past)}
         return {
             **own,
-            **_prefixed("keys", self._keys.metadata()),
-            **_prefixed("values", self._values.metadata()),
+            **prefixed("keys", self._keys.metadata()),
+            **prefixed("values", self._values.metadata()),
         }
 
     def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
         if storage:
-            self._keys.load(_of("keys", storage), _of("keys", metadata))
-            self._values.load(_of("values", storage), _of("values", metadata))
+            self._keys.load(of_role("keys", storage), of_role("keys", metadata))
+            self._values.load(of_role("values", storage), of_role("values", metadata))
         else:
             self.reset()
         self._seen = metadata["seen"]
@@ -126,13 +126,13 @@ class BufferedLayer(AttentionLayer):
         return self._values.view()
 
 
-def _prefixed(role: str, parts: dict[str, Part]) -> dict[str, Part]:
+def prefixed(role: str, parts: dict[str, Part]) -> dict[str, Part]:
     """Return the parts by their names in the layer: "keys" for the nameless one, else "keys.codes"."""
     return {f"{role}.{name}" if name else role: part for name, part in parts.items()}
 
 
-def _of(role: str, named: dict[str, Part]) -> dict[str, Part]:
-    """Return what `_prefixed` named for `role`, by the buffer's own names."""
+def of_role(role: str, named: dict[str, Part]) -> dict[str, Part]:
+    """Return what `prefixed` named for `role`, by the buffer's own names."""
     return {name[len(role) + 1 :]: part for name, part in named.items() if name == role or name.startswith(f"{role}.")}
 
 

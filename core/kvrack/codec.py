@@ -9,35 +9,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
 
 from kvrack.buffer import TOKENS, PlainTokens
-from kvrack.config import BackendConfig
+from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
+from kvrack.scratch import Scratch
 
 Role = Literal["keys", "values"]
 TAIL = "tail"
+SINKS = "sinks"
+OWN_NAMES = (TAIL, SINKS)
+"""What an EncodedBuffer names itself in `storage()`, so that a codec may not."""
 
 
-class CodecConfig(BackendConfig):
+class CodecConfig(LayoutConfig):
     """Base of a codec's config where some tokens stay exact.
 
-    A codec that encodes each token by itself needs none and may take `BackendConfig` as base.
+    A codec that encodes each token by itself needs none and may take `LayoutConfig` as base.
     """
 
     residual_length: int = Field(
         default=0, ge=0, description="newest tokens that are kept exact; a block is encoded once all of it is older"
+    )
+    sink_tokens: int | None = Field(
+        default=0, ge=0, description="first tokens of the sequence that are kept exact, as attention leans on them most"
     )
 
 
 class Codec(ABC):
     """How a block of tokens is encoded. A third party writes `encode` and `decode`.
 
-    A block is `block_tokens` tokens in a row, counted from the first token of the sequence. Each
+    A block is `block_tokens` tokens in a row, counted from the first token after the sinks. Each
     block, batch row and head is encoded by itself, which is what keeps batch operations, windows
     and `crop` exact.
 
@@ -54,6 +61,9 @@ class Codec(ABC):
     head; 0.0 for a codec that loses nothing. The default promises no more than that a value comes
     back no further off than that magnitude."""
 
+    compiles: bool = True
+    """Whether `encode` and `decode` trace under torch.compile; asked with layout static and blocks of one token."""
+
     def __init__(self, config: BackendConfig, role: Role) -> None:
         self.config = config
         self.role = role
@@ -62,6 +72,15 @@ class Codec(ABC):
     def residual_length(self) -> int:
         """Newest tokens that are kept exact: the config's, 0 where it has no such key."""
         return self.config.residual_length if isinstance(self.config, CodecConfig) else 0
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens of the sequence kept exact: the config's, 0 where it has no such key or leaves it open.
+
+        Attention puts much weight on them whatever they are, which makes their error count most
+        (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
+        """
+        return (self.config.sink_tokens or 0) if isinstance(self.config, CodecConfig) else 0
 
     @abstractmethod
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,7 +91,7 @@ class Codec(ABC):
                 Read only; detached, and no gradient is recorded.
 
         Returns:
-            Tensors by name ("codes", "scale", ...; not "tail"), each ``[batch, heads, blocks * rows,
+            Tensors by name ("codes", "scale", ...; not "tail" or "sinks"), each ``[batch, heads, blocks * rows,
             columns]`` with rows in the order of blocks; rows and columns are the same at every
             call, and may differ by name.
         """
@@ -87,49 +106,10 @@ class Codec(ABC):
         """
 
 
-class Scratch:
-    """Memory to decode into, one piece for each slot, dtype and device, used again at every step.
-
-    The layers of a cache share it: attention has read one layer's tokens before the next layer
-    decodes its own. A copy of a cache starts with a scratch of its own.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-        self._owned = 0
-
-    def own_slot(self, name: str) -> str:
-        """Return a slot that nobody else was given."""
-        self._owned += 1
-        return f"{name}.{self._owned}"
-
-    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost."""
-        count = 1
-        for length in shape:
-            count *= length
-        key = (slot, dtype, device)
-        memory = self._memory.get(key)
-        if memory is None or memory.shape[0] < count:
-            # The old piece goes first: both at once would double the peak.
-            self._memory.pop(key, None)
-            memory = self._memory[key] = DEVICE.allocate((count + count // 4,), dtype, device)
-        return memory[:count].view(shape)
-
-    def release(self, slot: str) -> None:
-        """Give the memory of a slot back."""
-        self._memory = {key: memory for key, memory in self._memory.items() if key[0] != slot}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the memory held, by slot, dtype and device in one name."""
-        return {f"{slot}.{dtype}.{device}": memory for (slot, dtype, device), memory in self._memory.items()}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
-        return Scratch()
-
-
 class EncodedBuffer:
-    """Tokens in order, oldest first: whole blocks as codes, then a tail of exact ones.
+    """Tokens in order, oldest first: exact sinks, whole blocks as codes, then a tail of exact ones.
+
+    Sinks are the first tokens of the sequence. A window lets go of them as of any other token.
 
     It keeps the interface of `TokenBuffer`. `append` returns the new tokens as they were given and
     older ones decoded into `scratch`, valid until the slot's next use.
@@ -160,7 +140,12 @@ class EncodedBuffer:
             raise self._broken(f"block_tokens is {codec.block_tokens}; expected 1 or more")
         self._block = codec.block_tokens
         self._residual = codec.residual_length
+        self._sinks = new_buffer(1.0)
+        self._sinks.limit = codec.sink_tokens
+        # Tokens that are still to come before the sinks are complete; no other token is held before.
+        self._to_sink = codec.sink_tokens
         self._tail = new_buffer(1.0)
+        self._tail.limit = self._most_tail
         self._codes: dict[str, PlainTokens] = {}
         self._rows: dict[str, int] = {}
         self._blocks = 0
@@ -169,12 +154,12 @@ class EncodedBuffer:
 
     def __len__(self) -> int:
         """Return the number of tokens held."""
-        return self._blocks * self._block + len(self._tail) - self._skip
+        return len(self._sinks) + self._blocks * self._block + len(self._tail) - self._skip
 
     def view(self) -> torch.Tensor | None:
         """Return the held tokens ``[batch, heads, tokens, channels]``, decoded into memory of their own."""
         tail = self._tail.view()
-        if tail is None or self._blocks == 0:
+        if tail is None or (self._blocks == 0 and len(self._sinks) == 0):
             return tail if tail is None else tail.narrow(TOKENS, self._skip, len(self))
         batch, heads, _, channels = tail.shape
         out = DEVICE.allocate((batch, heads, self._skip + len(self), channels), tail.dtype, tail.device)
@@ -188,6 +173,8 @@ class EncodedBuffer:
     def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         """Make room for the first tokens, holding none. Nothing happens if memory is there already."""
         self._tail.allocate(batch, heads, channels, dtype, device)
+        if self._to_sink:
+            self._sinks.allocate(batch, heads, channels, dtype, device)
 
     def append(self, states: torch.Tensor, keep: int | None = None) -> torch.Tensor:
         """Add tokens and return all that were held, then these, oldest first.
@@ -217,6 +204,11 @@ class EncodedBuffer:
         self._tail.drop_newest(count)
         if from_codes <= 0:
             return
+        from_sinks = from_codes - self._blocks * self._block
+        if from_sinks > 0:
+            self._sinks.drop_newest(from_sinks)
+            self._to_sink += from_sinks
+            from_codes -= from_sinks
         whole, part = divmod(self._blocks * self._block - from_codes, self._block)
         if part:
             self._tail.append(self._decoded_block(whole).narrow(TOKENS, 0, part), self._most_tail)
@@ -226,7 +218,10 @@ class EncodedBuffer:
 
     def keep_newest(self, count: int) -> None:
         """Forget all but the newest `count` tokens, and give back memory that only they needed."""
-        left, self._skip = divmod(self._skip + max(0, len(self) - count), self._block)
+        leaving = max(0, len(self) - count)
+        from_sinks = min(leaving, len(self._sinks))
+        self._drop_sinks(from_sinks)
+        left, self._skip = divmod(self._skip + leaving - from_sinks, self._block)
         left_codes = min(left, self._blocks)
         self._blocks -= left_codes
         for name, codes in self._codes.items():
@@ -236,31 +231,38 @@ class EncodedBuffer:
     def clear(self) -> None:
         """Forget every token and free the memory."""
         self._tail.clear()
+        self._sinks.clear()
+        self._to_sink = self.codec.sink_tokens
         self._codes, self._rows = {}, {}
         self._blocks = self._skip = 0
         self._scratch.release(self._slot)
 
     def storage(self) -> dict[str, torch.Tensor]:
-        """Return views of the codes by the codec's names, and of the tail; {} before any allocation."""
-        tail = self._tail.view()
+        """Return views of the codes by the codec's names, of the tail, and of the sinks if any; {} before any
+        allocation."""
+        tail, sinks = self._tail.view(), self._sinks.view()
         if tail is None:
             return {}
         codes = {name: buffer.view() for name, buffer in self._codes.items()}
-        return {**{name: view for name, view in codes.items() if view is not None}, TAIL: tail}
+        named = {**{name: view for name, view in codes.items() if view is not None}, TAIL: tail}
+        return named if sinks is None else {**named, SINKS: sinks}
 
     def metadata(self) -> dict[str, int]:
         """Return the integers that, with `storage()`, are the whole state."""
-        return {"blocks": self._blocks, "skip": self._skip}
+        rows = {f"rows.{name}": rows for name, rows in self._rows.items()}
+        return {"blocks": self._blocks, "skip": self._skip, "to_sink": self._to_sink, **rows}
 
     def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
         """Hold what `storage()` and `metadata()` of an equal buffer returned, copied."""
         self._tail.restore(storage[TAIL])
-        self._blocks, self._skip = metadata["blocks"], metadata["skip"]
-        if self._blocks == 0:
-            self._codes, self._rows = {}, {}
-            return
-        codes = {name: tensor for name, tensor in storage.items() if name != TAIL}
-        self._rows = {name: tensor.shape[TOKENS] // self._blocks for name, tensor in codes.items()}
+        if SINKS in storage:
+            self._sinks.restore(storage[SINKS])
+        else:
+            self._sinks.clear()
+        self._blocks, self._skip, self._to_sink = metadata["blocks"], metadata["skip"], metadata["to_sink"]
+        codes = {name: tensor for name, tensor in storage.items() if name not in OWN_NAMES}
+        # Not to be read off the tensors: a window may have left no block of them.
+        self._rows = {name: metadata[f"rows.{name}"] for name in codes}
         self._codes = {name: self._codes.get(name) or self._code_buffer(name) for name in codes}
         for name, tensor in codes.items():
             self._codes[name].restore(tensor)
@@ -273,14 +275,23 @@ class EncodedBuffer:
         return self._residual + self._block - 1
 
     def _take_in(self, states: torch.Tensor, keep: int | None) -> None:
+        leaving = 0 if keep is None else max(0, len(self) + states.shape[TOKENS] - keep)
+        sinking = min(states.shape[TOKENS], self._to_sink)
+        if sinking:
+            sinks = states.narrow(TOKENS, 0, sinking)
+            states = states.narrow(TOKENS, sinking, states.shape[TOKENS] - sinking)
+        from_sinks = min(leaving, len(self._sinks) + sinking)
         new, held = states.shape[TOKENS], len(self._tail)
-        leaving = 0 if keep is None else max(0, len(self) + new - keep)
-        left, skip = divmod(self._skip + leaving, self._block)
+        left, skip = divmod(self._skip + leaving - from_sinks, self._block)
         left_codes = min(left, self._blocks)
         left_exact = (left - left_codes) * self._block
         ready = max(0, held + new - left_exact - self._residual) // self._block
         # Encoded before anything is written: a codec that raises changes nothing.
         encoded = self._encode(states, left_exact, ready) if ready else {}
+        if sinking:
+            self._sinks.append(sinks)
+            self._to_sink -= sinking
+        self._drop_sinks(from_sinks)
         for name, codes in self._codes.items():
             codes.drop_oldest(left_codes * self._rows[name])
         for name, tensor in encoded.items():
@@ -292,6 +303,12 @@ class EncodedBuffer:
         self._tail.append(stored, self._most_tail)
         self._blocks += ready - left_codes
         self._skip = skip
+
+    def _drop_sinks(self, count: int) -> None:
+        """Forget the oldest `count` sinks, as a window leaves them behind; once they are gone, their memory too."""
+        self._sinks.drop_oldest(count)
+        if count and not self._to_sink and not len(self._sinks):
+            self._sinks.clear()
 
     def _encode(self, states: torch.Tensor, start: int, blocks: int) -> dict[str, torch.Tensor]:
         """Return the codes of `blocks` blocks of tail and states together, from token `start` on."""
@@ -315,10 +332,11 @@ class EncodedBuffer:
         for name, tensor in encoded.items():
             shape = tensor.shape
             fits = len(shape) == 4 and shape[:TOKENS] == source.shape[:TOKENS] and shape[TOKENS] >= blocks
-            if name == TAIL or not fits or shape[TOKENS] % blocks:
+            if name in OWN_NAMES or not fits or shape[TOKENS] % blocks:
                 raise self._broken(
                     f"encode() returned {name!r} of shape {tuple(shape)} for {blocks} blocks of "
-                    f"{tuple(source.shape)}; expected [batch, heads, blocks * rows, columns], not named {TAIL!r}"
+                    f"{tuple(source.shape)}; expected [batch, heads, blocks * rows, columns], "
+                    f"not named {TAIL!r} or {SINKS!r}"
                 )
         rows_by_name = {name: tensor.shape[TOKENS] // blocks for name, tensor in encoded.items()}
         if not self._codes:
@@ -354,13 +372,14 @@ class EncodedBuffer:
         return out.narrow(TOKENS, self._skip, past + new - self._skip)
 
     def _decode_into(self, out: torch.Tensor) -> None:
-        """Write every block and the tail to the front of `out`."""
-        encoded, exact = self._blocks * self._block, len(self._tail)
+        """Write the sinks, every block and the tail to the front of `out`."""
+        sunk, encoded, exact = len(self._sinks), self._blocks * self._block, len(self._tail)
+        if sunk:
+            _copy_tokens(self._sinks, out, 0)
         if encoded:
-            self._decode(0, self._blocks, out.narrow(TOKENS, 0, encoded))
-        tail = self._tail.view()
-        if exact and tail is not None:
-            out.narrow(TOKENS, encoded, exact).copy_(tail)
+            self._decode(0, self._blocks, out.narrow(TOKENS, sunk, encoded))
+        if exact:
+            _copy_tokens(self._tail, out, sunk + encoded)
 
     def _decoded_block(self, index: int) -> torch.Tensor:
         tail = self._tail.view()
@@ -379,7 +398,16 @@ class EncodedBuffer:
             self.codec.decode(encoded, out)
 
     def _drop_everything(self) -> None:
+        self._sinks.drop_newest(len(self._sinks))
+        self._to_sink = self.codec.sink_tokens
         self._tail.drop_newest(len(self._tail))
         for codes in self._codes.values():
             codes.drop_newest(len(codes))
         self._blocks = self._skip = 0
+
+
+def _copy_tokens(buffer: PlainTokens, out: torch.Tensor, first: int) -> None:
+    """Write what `buffer` holds as tokens `first` and on of `out`."""
+    held = buffer.view()
+    assert held is not None
+    out.narrow(TOKENS, first, held.shape[TOKENS]).copy_(held)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrack.errors import InvalidConfig, closest, listed
 
@@ -23,6 +23,25 @@ class BackendConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LayoutConfig(BackendConfig):
+    """Base of a codec's config: which layout its codes are kept in."""
+
+    layout: Literal["dynamic", "static"] = Field(
+        default="dynamic", description="how codes are kept: in memory that grows, or preallocated"
+    )
+    max_cache_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens to make room for with layout static; when unset, what generate needs",
+    )
+
+    @model_validator(mode="after")
+    def _capacity_belongs_to_static(self) -> LayoutConfig:
+        if self.layout != "static" and self.max_cache_len is not None:
+            raise ValueError("max_cache_len is a key of layout static. Set layout to 'static', or leave it out")
+        return self
 
 
 KNOWN_DISTRIBUTIONS: dict[str, str] = {

@@ -1,17 +1,43 @@
-"""EncodedLayer: the attention layer of a backend that brings a codec instead of a layer."""
+"""The attention layers of a backend that brings a codec instead of a layer, one for each layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from kvrack.backend import Capabilities
+from kvrack.buffer import TOKENS
 from kvrack.buffered import BufferedLayer
-from kvrack.codec import Codec, EncodedBuffer
-from kvrack.config import BackendConfig
+from kvrack.codec import Codec, EncodedBuffer, Role
+from kvrack.config import BackendConfig, LayoutConfig
+from kvrack.encoded_slots import EncodedSlots
+from kvrack.errors import CapacityExceeded
+from kvrack.fixed import FixedTokens
 from kvrack.layer import BuildContext
 from kvrack.model import LayerSpec
+from kvrack.preallocated import PreallocatedLayer, missing_capacity
+
+ROLES: tuple[Role, ...] = ("keys", "values")
+
+
+def build_encoded(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> BufferedLayer | PreallocatedLayer:
+    """Return a layer whose codes are kept as the config's `layout` says.
+
+    With layout static, codecs that encode each token by itself get slots that are written in place;
+    one that encodes blocks of several is kept in buffers that are allocated whole, since which
+    tokens are exact then moves in steps that a graph can't follow.
+    """
+    if not (isinstance(config, LayoutConfig) and config.layout == "static"):
+        return EncodedLayer(spec, config, context)
+    codecs = [context.new_codec(config, role) for role in ROLES]
+    if all(codec.block_tokens == 1 for codec in codecs):
+        return SlotsLayer(spec, config, context)
+    return BlocksLayer(spec, config, context)
 
 
 class EncodedLayer(BufferedLayer):
-    """Keys and values in two EncodedBuffers, each with an instance of the context's codec.
+    """Keys and values in two EncodedBuffers that grow, each with an instance of the context's codec.
 
     What a full, sliding or chunked layer does with tokens is BufferedLayer's; the bytes are the
     codec's. The tensors that `update` returns lie in the cache's scratch, or in the layer's own
@@ -27,7 +53,7 @@ class EncodedLayer(BufferedLayer):
 
     def _buffer(self, codec: Codec) -> EncodedBuffer:
         context = self.context
-        slot = context.scratch.own_slot(codec.role) if self.spec.read_by_others else codec.role
+        slot = _scratch_slot(self.spec, context, codec.role)
         return EncodedBuffer(codec, lambda rows: context.buffer(rows=rows), context.scratch, slot, context.backend)
 
     @property
@@ -46,3 +72,88 @@ class EncodedLayer(BufferedLayer):
             lossless=error == 0.0,
             relative_error=error,
         )
+
+
+class BlocksLayer(EncodedLayer):
+    """An EncodedLayer whose memory for codes is allocated once, for a capacity that is enforced.
+
+    A windowed layer takes any number of tokens, as its window bounds what it holds. Returns exact
+    lengths, as where memory grows; it is not made for torch.compile.
+
+    Raises InvalidConfig when neither the config nor the context says how many tokens will come.
+    """
+
+    def __init__(self, spec: LayerSpec, config: LayoutConfig, context: BuildContext) -> None:
+        capacity = config.max_cache_len if config.max_cache_len is not None else context.max_length
+        if spec.window is None and capacity is None:
+            raise missing_capacity(context)
+        self._capacity = capacity if spec.window is None else None
+        super().__init__(spec, config, context)
+
+    def _buffer(self, codec: Codec) -> EncodedBuffer:
+        context = self.context
+        slot = _scratch_slot(self.spec, context, codec.role)
+        return EncodedBuffer(
+            codec,
+            lambda rows: context.buffer(rows=rows, capacity=self._capacity),
+            context.scratch,
+            slot,
+            context.backend,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, grows=self._capacity is None)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_room(key_states.shape[TOKENS] if key_states.dim() > TOKENS else 0)
+        return super().update(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self._check_room(query_length)
+        return super().get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        return -1 if self._capacity is None else self._capacity
+
+    def restore(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None:
+        if self._capacity is not None and metadata["seen"] > self._capacity:
+            raise CapacityExceeded(self._capacity, 0, metadata["seen"])
+        super().restore(storage, metadata)
+
+    def _check_room(self, new: int) -> None:
+        if self._capacity is not None and self._seen + new > self._capacity:
+            raise CapacityExceeded(self._capacity, self._seen, new)
+
+
+class SlotsLayer(PreallocatedLayer):
+    """Keys and values as codes in slots that are written in place, for codecs that encode each token by itself."""
+
+    def __init__(self, spec: LayerSpec, config: LayoutConfig, context: BuildContext) -> None:
+        self._codecs: dict[Role, Codec] = {role: context.new_codec(config, role) for role in ROLES}
+        self._scratch_slots = {role: _scratch_slot(spec, context, role) for role in self._codecs}
+        super().__init__(spec, config, context, capacity=config.max_cache_len)
+
+    def _new_slots(self, role: Role, slots: int, is_ring: bool) -> FixedTokens:
+        context, codec = self.context, self._codecs[role]
+        return EncodedSlots(
+            codec,
+            slots,
+            lambda: context.fixed_buffer(slots, is_ring),
+            context.scratch,
+            self._scratch_slots[role],
+            context.backend,
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        codecs = self._codecs.values()
+        return self._promises(
+            compiles=all(codec.compiles for codec in codecs),
+            relative_error=max(codec.relative_error for codec in codecs),
+        )
+
+
+def _scratch_slot(spec: LayerSpec, context: BuildContext, role: Role) -> str:
+    """Return the scratch's slot that a layer decodes into: its own where other layers read what it returned."""
+    return context.scratch.own_slot(role) if spec.read_by_others else role

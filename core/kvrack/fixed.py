@@ -53,11 +53,13 @@ class TokenCount:
         self.position: torch.Tensor | None = None
         self.is_known = True
         self._is_traced = False
+        self._shape: torch.Tensor | None = None
         self._become(0)
 
     @property
     def value(self) -> int:
         """The number, symbolic while a graph is traced."""
+        assert self._shape is not None
         return self._shape.shape[0] - self._SHIFT
 
     def allocate(self, device: torch.device) -> None:
@@ -93,6 +95,11 @@ class TokenCount:
             self._become(int(self.position))
 
     def _become(self, value: int) -> None:
+        shape = self._shape
+        if shape is not None and not torch.compiler.is_compiling() and not shape.is_inference():
+            # The same tensor, with its mark: a new one at every step and layer would cost more than writing the token.
+            shape.resize_(value + self._SHIFT, 0)
+            return
         self._shape = DEVICE.allocate((value + self._SHIFT, 0), torch.uint8, torch.device("cpu"))
         # Marked, so that the first graph has a symbol for it; from then on torch.compile knows, and a graph made
         # for what another graph left, which cannot be marked, would not take marked ones.
@@ -111,11 +118,13 @@ def keep_address(tensor: torch.Tensor) -> None:
         torch._dynamo.mark_static_address(tensor)
 
 
-class FixedTokens(Protocol):
-    """What a layer asks of a buffer of fixed size; `FixedBuffer` says what each method does."""
+def constant(states: torch.Tensor) -> torch.Tensor:
+    """Return `states` without their gradient history; themselves where they have none, which is quicker to say."""
+    return states.detach() if states.requires_grad else states
 
-    slots: int
-    data: torch.Tensor | None
+
+class FixedTokens(Protocol):
+    """What a preallocated layer asks of a buffer of fixed size; `FixedBuffer` says what each method does."""
 
     @property
     def is_allocated(self) -> bool: ...
@@ -126,11 +135,35 @@ class FixedTokens(Protocol):
 
     def allocate_for(self, states: torch.Tensor) -> None: ...
 
+    def append(
+        self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+    ) -> torch.Tensor: ...
+
     def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None: ...
+
+    def read(self, first: int, count: int, seen: int) -> torch.Tensor: ...
+
+    def drop_newest(self, seen: int, left: int) -> None: ...
+
+    def storage(self, first: int, count: int) -> dict[str, torch.Tensor]: ...
+
+    def restore(self, storage: dict[str, torch.Tensor], first: int) -> None: ...
+
+    def memory(self) -> dict[str, torch.Tensor]: ...
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None: ...
+
+
+class PlainFixedTokens(FixedTokens, Protocol):
+    """What `EncodedSlots` asks besides of the buffers it keeps codes in."""
+
+    slots: int
 
     def view(self, first: int, count: int) -> torch.Tensor: ...
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None: ...
+    def put(self, tokens: torch.Tensor, first: int) -> None: ...
+
+    def fill(self, token: torch.Tensor) -> None: ...
 
 
 class FixedBuffer:
@@ -193,24 +226,94 @@ class FixedBuffer:
 
     def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
         """Write `states` as tokens `first` and on; `position` is `first` on the device."""
-        data, new = self._memory(), states.shape[TOKENS]
+        data, new = self._data(), states.shape[TOKENS]
         if torch.compiler.is_compiling():
             data.index_copy_(TOKENS, position + torch.arange(new, device=position.device), states.detach())
         else:
-            data.narrow(TOKENS, first, new).copy_(states.detach())
+            data.narrow(TOKENS, first, new).copy_(constant(states))
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, ``[batch, heads, count, channels]``; slots that hold none, where there are."""
-        return self._memory().narrow(TOKENS, first, count)
+        return self._data().narrow(TOKENS, first, count)
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them."""
+    # --- what a layer asks ----------------------------------------------------------------------
+
+    def append(self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Write `states` behind the `seen` tokens there are, and return what attention must see.
+
+        Args:
+            states: ``[batch, heads, new_tokens, channels]``, as `check` accepts it.
+            seen: tokens written so far.
+            position: `seen` on the device.
+            first: position of the first token to return.
+            length: slots to return.
+
+        Returns:
+            ``[batch, heads, length, channels]``: a view of the memory where that holds them all.
+        """
+        after = seen + states.shape[TOKENS]
+        # Among several queries the older see tokens that the newer push out, so a ring shows them from outside of it.
+        passes_through = after - first > self.slots
+        if not passes_through and not carries_gradient(states):
+            self.write(states, seen, position)
+            return self.view(first, length)
+        return beside(self, states, seen, position, first, length)
+
+    def read(self, first: int, count: int, seen: int) -> torch.Tensor:
+        """Return tokens `first` and on, of `seen` that were written."""
+        return self.view(first, count)
+
+    def drop_newest(self, seen: int, left: int) -> None:
+        """Forget all but the first `left` of `seen` tokens: nothing to do, what is past the end is not read."""
+
+    def storage(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """Return `count` tokens from `first` on under the empty name; {} before any allocation."""
+        return {} if self.data is None else {"": self.view(first, count)}
+
+    def restore(self, storage: dict[str, torch.Tensor], first: int = 0) -> None:
+        """Write what ``storage(first, count)`` returned, to memory that fits it."""
+        tokens = storage[""]
         self.allocate_for(tokens)
+        self.put(tokens, first)
+
+    def put(self, tokens: torch.Tensor, first: int) -> None:
+        """Write `tokens` as ``view(first, count)`` returns them."""
         self.view(first, tokens.shape[TOKENS]).copy_(tokens.detach())
 
-    def _memory(self) -> torch.Tensor:
+    def fill(self, token: torch.Tensor) -> None:
+        """Write `token` ``[batch, heads, 1, channels]`` to every slot, as what an unused one holds."""
+        self._data().copy_(token)
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return the whole memory under the empty name; {} before any allocation."""
+        return {} if self.data is None else {"": self.data}
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None:
+        """Take what `memory()` of an equal buffer returned for its own."""
+        self.data = memory[""]
+
+    def _data(self) -> torch.Tensor:
         assert self.data is not None, "used before allocate()"
         return self.data
+
+
+def carries_gradient(states: torch.Tensor) -> bool:
+    """Return whether attention must see `states` themselves, as gradient flows through them."""
+    return states.requires_grad and torch.is_grad_enabled()
+
+
+def beside(
+    slots: FixedTokens, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int
+) -> torch.Tensor:
+    """Write `states` and return what `FixedBuffer.append` does, as a tensor of its own, with `states` as given."""
+    past = slots.read(first, seen - first, seen)
+    unused = first + length - seen - states.shape[TOKENS]
+    pieces = [past, states] if seen > first else [states]
+    if unused > 0:
+        pieces.append(states.new_zeros((*states.shape[:TOKENS], unused, states.shape[3])))
+    everything = torch.cat(pieces, dim=TOKENS) if len(pieces) > 1 else states
+    slots.write(states, seen, position)
+    return everything
 
 
 class RingBuffer(FixedBuffer):
@@ -230,11 +333,13 @@ class RingBuffer(FixedBuffer):
             # The second copy is read from the first token on that finds no free slot.
             super().write(states, first, position)
             return
-        data = self._memory()
+        data = self._data()
         if new == 1 and not torch.compiler.is_compiling():
             batch, heads, _, channels = data.shape
-            both = data.view(batch, heads, self.copies, self.slots, channels).select(3, first % self.slots)
-            both.copy_(states.detach())
+            row, head, slot, channel = data.stride()
+            # One view for both copies of the slot; data.view(...).select(...) would take two.
+            size, stride = (batch, heads, self.copies, channels), (row, head, slot * self.slots, channel)
+            data.as_strided(size, stride, data.storage_offset() + slot * (first % self.slots)).copy_(constant(states))
             return
         skipped = max(0, new - self.slots)
         kept = states.detach().narrow(TOKENS, skipped, new - skipped)
@@ -244,9 +349,9 @@ class RingBuffer(FixedBuffer):
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, oldest first, as a view; `count` is at most `slots`."""
-        return self._memory().narrow(TOKENS, first % self.slots, count)
+        return self._data().narrow(TOKENS, first % self.slots, count)
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """Write `tokens`, as ``view(first, count)`` returned them, to memory that fits them, twice."""
-        super().restore(tokens, first)
-        self._memory().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())
+    def put(self, tokens: torch.Tensor, first: int) -> None:
+        """Write `tokens` to the slots from `first` on, twice."""
+        super().put(tokens, first)
+        self._data().narrow(TOKENS, self.slots + first, tokens.shape[TOKENS]).copy_(tokens.detach())

@@ -21,12 +21,13 @@ import torch
 
 from kvrack.backend import Capabilities
 from kvrack.buffer import PlainTokens
-from kvrack.codec import Codec, Role, Scratch
+from kvrack.codec import Codec, Role
 from kvrack.config import BackendConfig
 from kvrack.errors import InvalidPlugin, UnsupportedOperation
-from kvrack.fixed import FixedTokens
+from kvrack.fixed import PlainFixedTokens
 from kvrack.model import LayerSpec
 from kvrack.placement import DEVICE, Placement
+from kvrack.scratch import Scratch
 
 Layer = TypeVar("Layer", bound="CacheLayer")
 Kind = TypeVar("Kind")
@@ -71,17 +72,19 @@ class BuildContext:
     shared: Shared = field(default_factory=Shared, repr=False, compare=False)
     layer_index: int = 0
 
-    def buffer(self, growth: float = 1.25, rows: float = 1.0) -> PlainTokens:
+    def buffer(self, growth: float = 1.25, rows: float = 1.0, capacity: int | None = None) -> PlainTokens:
         """Return a new, empty buffer for one tensor of tokens, growing by `growth`.
 
         Args:
             growth: factor by which its memory grows.
             rows: rows of the buffer that a token takes, below 1 where several share one.
+            capacity: tokens to allocate for at once; None to grow.
         """
-        limit = None if self.max_length is None else math.ceil(self.max_length * rows)
-        return self.placement.buffer(growth, limit)
+        most = self.max_length if capacity is None else capacity
+        limit = None if most is None else math.ceil(most * rows)
+        return self.placement.buffer(growth, limit, is_whole=capacity is not None)
 
-    def fixed_buffer(self, slots: int, is_ring: bool = False) -> FixedTokens:
+    def fixed_buffer(self, slots: int, is_ring: bool = False) -> PlainFixedTokens:
         """Return a new buffer with room for `slots` tokens, or for the newest `slots`; nothing is allocated."""
         return self.placement.fixed_buffer(slots, is_ring)
 

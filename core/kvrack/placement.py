@@ -17,7 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from kvrack.buffer import PlainTokens
-    from kvrack.fixed import FixedTokens
+    from kvrack.fixed import PlainFixedTokens
 
 
 class Placement:
@@ -33,13 +33,13 @@ class Placement:
         with torch.inference_mode(False):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
 
-    def buffer(self, growth: float, limit: int | None) -> PlainTokens:
+    def buffer(self, growth: float, limit: int | None, is_whole: bool = False) -> PlainTokens:
         """Return a new, empty buffer that grows; see `TokenBuffer` for the arguments."""
         from kvrack.buffer import TokenBuffer
 
-        return TokenBuffer(growth=growth, limit=limit, placement=self)
+        return TokenBuffer(growth=growth, limit=limit, placement=self, is_whole=is_whole)
 
-    def fixed_buffer(self, slots: int, is_ring: bool) -> FixedTokens:
+    def fixed_buffer(self, slots: int, is_ring: bool) -> PlainFixedTokens:
         """Return a new buffer with room for `slots` tokens, of which a ring keeps the newest; nothing is
         allocated. See `FixedBuffer` and `RingBuffer`."""
         from kvrack.fixed import FixedBuffer, RingBuffer

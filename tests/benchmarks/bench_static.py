@@ -5,7 +5,8 @@
 Three measurements. A decode step of SmolLM2-135M-Instruct (float32, greedy) with 512 tokens held and
 room for 4,096 and 8,192: eager, through static, dynamic and transformers' StaticCache; steps alternate, so
 that drift of the machine hits all alike, and medians are printed. The same step compiled by inductor.
-And appending one token to a full sliding window of 1,024, next to transformers' static sliding layer.
+And appending one token to a full sliding window of 1,024, next to transformers' static sliding layer, for
+heads of the shapes in `SHAPES`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from kvrack_transformers.models import find_model, load_model
 from kvrack_transformers.versions import CACHE_ARGUMENT
 
 CAPACITIES = (4096, 8192)
-LAYERS, HEADS, HEAD_DIM, WINDOW = 30, 3, 64, 1024
+LAYERS, WINDOW = 30, 1024
+SHAPES = {"SmolLM2-135M": (3, 64), "Gemma 3 4B": (4, 256), "Gemma 3 27B": (16, 128)}
+"""Key-value heads and head_dim: of the model above, which has no windows, and of two whose window is 1,024
+(their config.json, google/gemma-3-4b-it and google/gemma-3-27b-it)."""
 
 
 def alternate(steps: dict[str, Callable[[], None]], repeats: int, warm_up: int = 3) -> dict[str, float]:
@@ -80,9 +84,9 @@ def decode_steps(model: PreTrainedModel, prompt: torch.Tensor, repeats: int, com
     )
 
 
-def window_appends(repeats: int) -> None:
-    token = torch.randn(1, HEADS, 1, HEAD_DIM)
-    filling = torch.randn(1, HEADS, WINDOW + 10, HEAD_DIM)
+def window_appends(name: str, heads: int, head_dim: int, repeats: int) -> None:
+    token = torch.randn(1, heads, 1, head_dim)
+    filling = torch.randn(1, heads, WINDOW + 10, head_dim)
     spec = kvrack.ModelSpec.uniform(LAYERS, kvrack.LayerSpec(attention="sliding", window=WINDOW))
     rack = kvrack.create_cache("static", spec, max_cache_len=4 * WINDOW)
     theirs = [StaticSlidingWindowLayer(max_cache_len=4 * WINDOW, sliding_window=WINDOW) for _ in range(LAYERS)]
@@ -100,8 +104,9 @@ def window_appends(repeats: int) -> None:
 
     taken = alternate({"ours": append_ours, "theirs": append_theirs}, repeats)
     print(
-        f"appending one token to {LAYERS} full windows of {WINDOW}: static {taken['ours']:.2f} ms, "
-        f"transformers {taken['theirs']:.2f} ms: {taken['theirs'] / taken['ours']:.1f}x"
+        f"one token to {LAYERS} full windows of {WINDOW}, {heads} heads of {head_dim} ({name}): "
+        f"static {taken['ours']:.2f} ms, transformers {taken['theirs']:.2f} ms: "
+        f"{taken['theirs'] / taken['ours']:.1f}x"
     )
 
 
@@ -113,7 +118,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.no_grad():
-        window_appends(repeats=50)
+        for name, (heads, head_dim) in SHAPES.items():
+            window_appends(name, heads, head_dim, repeats=30)
         model = load_model(find_model("smollm2"), "cpu", lambda _: nullcontext()).model
         prompt = torch.randint(100, 20000, (1, arguments.held))
         decode_steps(model, prompt, arguments.steps, not arguments.skip_compiled)

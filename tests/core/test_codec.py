@@ -30,8 +30,9 @@ from kvrack import (
     load,
     registry,
 )
-from kvrack.codec import Codec, EncodedBuffer, Scratch
+from kvrack.codec import Codec, EncodedBuffer
 from kvrack.encoded import EncodedLayer
+from kvrack.scratch import Scratch
 
 PLUGIN = Path(__file__).parent / "codec_plugin"
 BLOCK = 32
@@ -272,6 +273,80 @@ class TestWindows:
         assert layer.storage()["keys.codes"].untyped_storage().nbytes() < 500 * 2 * 3 * 16
 
 
+class TestSinks:
+    @pytest.mark.parametrize("counts", [(300,), (3, 1, 1, 40, 200), (1,) * 150])
+    def test_the_first_tokens_stay_exact_and_blocks_are_counted_after_them(self, counts: tuple[int, ...]) -> None:
+        layer = build("test-int4", sink_tokens=5)
+        keys, values = feed(layer, *counts)
+        assert layer.keys is not None
+        assert layer.values is not None
+        assert torch.equal(layer.keys[:, :, :5], keys[:, :, :5])
+        assert torch.equal(layer.values[:, :, :5], values[:, :, :5])
+        assert not torch.equal(layer.keys[:, :, 5:], keys[:, :, 5:])
+        without = build("test-int4", sink_tokens=0)
+        without.update(keys[:, :, 5:], values[:, :, 5:])
+        assert without.keys is not None
+        assert torch.equal(layer.keys[:, :, 5:], without.keys)
+        assert layer.storage()["keys.codes"].shape[2] == without.storage()["keys.codes"].shape[2]
+
+    @pytest.mark.parametrize("left", [60, 37, 5, 3, 0])
+    def test_a_crop_into_them_leaves_what_fewer_tokens_would_have(self, left: int) -> None:
+        layer, fewer = build("test-int4", sink_tokens=5), build("test-int4", sink_tokens=5)
+        keys, values = states(60), states(60, seed=1)
+        layer.update(keys, values)
+        layer.crop(left - 60)
+        if left:
+            fewer.update(keys[:, :, :left], values[:, :, :left])
+        assert layer.get_seq_length() == left
+        new = states(50)
+        layer.update(new, new)
+        fewer.update(new, new)
+        assert layer.keys is not None
+        assert fewer.keys is not None
+        assert layer.keys.shape == fewer.keys.shape
+        given = torch.cat([keys[:, :, :left], new], 2)
+        assert torch.equal(layer.keys[:, :, :5], given[:, :, :5])
+        assert torch.equal(layer.keys[:, :, -8:], given[:, :, -8:])
+        assert layer.metadata()["keys.to_sink"] == fewer.metadata()["keys.to_sink"] == 0
+
+    @pytest.mark.parametrize("spec", WINDOWED, ids=str)
+    def test_a_window_leaves_them_behind(self, spec: LayerSpec) -> None:
+        layer, plain = build("test-int4", spec, sink_tokens=40), build("test-int4", spec)
+        for step, count in enumerate([7, 1, 50, 1, 200, 1]):
+            new = states(count, seed=step)
+            keys, _ = layer.update(new, new)
+            expected, _ = plain.update(new, new)
+            assert keys.shape == expected.shape
+            assert torch.equal(keys[:, :, -count:], new)
+        assert "keys.sinks" not in layer.storage()
+        assert (keys - expected).abs().amax() < 0.5
+
+    def test_their_memory_is_theirs_alone(self) -> None:
+        layer = build("test-int4", sink_tokens=5)
+        feed(layer, 3)
+        assert layer.storage()["keys.sinks"].shape == (2, 3, 3, 16)
+        feed(layer, 100)
+        assert layer.storage()["keys.sinks"].untyped_storage().nbytes() == 2 * 3 * 5 * 16 * 4
+        assert "keys.sinks" not in build("test-int4").storage()
+
+    def test_rows_and_snapshots_bring_them(self, tmp_path: Path) -> None:
+        cache = create_cache("test-int4", ModelSpec.uniform(1), sink_tokens=5)
+        layer = cache.layers[0]
+        assert isinstance(layer, EncodedLayer)
+        for count in (3, 60):
+            feed(layer, count)
+            assert layer.keys is not None
+            rows = layer.keys[[1, 1, 0]].clone()
+            changed = cache.fork()
+            changed.reorder_cache(torch.tensor([1, 1, 0]))
+            changed.save(tmp_path / "cache.safetensors")
+            loaded = load(tmp_path / "cache.safetensors").layers[0]
+            assert isinstance(loaded, EncodedLayer)
+            assert loaded.keys is not None
+            assert torch.equal(loaded.keys, rows)
+            assert loaded.metadata() == layer.metadata()
+
+
 class TestWholeLayer:
     @pytest.mark.parametrize("counts", [(5,), (40, 3), (100,)])
     @pytest.mark.parametrize("spec", [FULL, WINDOWED[1]], ids=str)
@@ -309,6 +384,15 @@ class TestWholeLayer:
         for index in range(2):
             assert torch.equal(loaded.update(new, new, index)[0], reference[index])
 
+    def test_a_block_that_left_a_window_is_no_loss_to_a_snapshot(self, tmp_path: Path) -> None:
+        cache = create_cache("test-int4", ModelSpec.uniform(1, WINDOWED[0]), residual_length=0)
+        layer = cache.layers[0]
+        assert isinstance(layer, EncodedLayer)
+        feed(layer, 33, *[1] * 5)
+        assert layer.storage()["keys.codes"].shape[2] == 0
+        cache.save(tmp_path / "cache.safetensors")
+        assert load(tmp_path / "cache.safetensors").layers[0].metadata() == layer.metadata()
+
     def test_reset_then_another_shape(self) -> None:
         layer = build("test-int4")
         feed(layer, 90)
@@ -340,6 +424,7 @@ class TestWholeLayer:
         name=st.sampled_from(["test-int8", "test-int4"]),
         spec=st.sampled_from([FULL, *WINDOWED]),
         residual=st.integers(0, 40),
+        sinks=st.sampled_from([0, 5, 40]),
         steps=st.lists(
             st.one_of(
                 st.tuples(st.just("update"), st.integers(1, 70)),
@@ -350,8 +435,11 @@ class TestWholeLayer:
             max_size=14,
         ),
     )
-    def test_random_use_stays_near_concatenation(self, name: str, spec: LayerSpec, residual: int, steps: Any) -> None:
-        layer = build(name, spec, **({"residual_length": residual} if name == "test-int4" else {}))
+    def test_random_use_stays_near_concatenation(
+        self, name: str, spec: LayerSpec, residual: int, sinks: int, steps: Any
+    ) -> None:
+        config = {"residual_length": residual, "sink_tokens": sinks} if name == "test-int4" else {}
+        layer = build(name, spec, **config)
         given_keys = states(0)
         cuts = 0
         for step, (action, count) in enumerate(steps):
@@ -379,6 +467,8 @@ class TestWholeLayer:
             else:
                 layer.activate_past_recording()
             assert layer.get_seq_length() == given_keys.shape[2]
+            if spec.window is None and config and layer.keys is not None:
+                assert torch.equal(layer.keys[:, :, :sinks], given_keys[:, :, :sinks])
 
 
 class TestScratch:
@@ -433,6 +523,7 @@ class TestBrokenCodecs:
         [
             (lambda states: {"codes": states[0]}, r"expected \[batch, heads, blocks \* rows, columns\]"),
             (lambda states: {"tail": states}, "not named 'tail'"),
+            (lambda states: {"sinks": states}, "not named 'tail' or 'sinks'"),
             (lambda states: {"codes": states[:1]}, r"expected \[batch"),
             (lambda states: {}, "rows per block"),
         ],

@@ -47,7 +47,7 @@ def test_a_ring_restores_what_view_returned():
     for first in (5, 6, 7):
         ring.write(tokens(first, 1), first, position + first)
     other = RingBuffer(5)
-    other.restore(ring.view(0, 5).clone())
+    other.restore({"": ring.view(0, 5).clone()})
     assert torch.equal(other.view(3, 5), tokens(3, 5))
 
 

@@ -64,6 +64,7 @@ for _name, _layer, _config in (
     ("nan-from-zeros", "wrong_codecs:NanFromZeros", INT8),
     ("tail-too-short", "wrong_codecs:TailTooShort", INT8),
     ("scale-over-batch", "wrong_codecs:ScaleOverBatch", INT8),
+    ("too-few-sinks", "wrong_codecs:build_too_few_sinks", "kvrack_wrong.wrong_codecs:SinksConfig"),
 ):
     BACKENDS[f"wrong-{_name}"] = (f"kvrack_wrong.{_layer}", _config)
 

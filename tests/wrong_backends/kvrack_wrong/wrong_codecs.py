@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from kvrack import Capabilities
+from kvrack import BuildContext, Capabilities, Codec, CodecConfig, LayerSpec
+from kvrack.encoded import EncodedLayer
 from kvrack_wrong.int8 import ROLES, Int8Layer
 
 
@@ -112,3 +113,31 @@ class ScaleOverBatch(Int8Layer):
 
     def scale_of(self, states: torch.Tensor, role: str) -> torch.Tensor:
         return super().scale_of(states, role).amax(0, keepdim=True).expand(states.shape[0], -1, -1, -1)
+
+
+class SinksConfig(CodecConfig):
+    """Config of a codec that keeps the first tokens exact."""
+
+    sink_tokens: int | None = 6
+
+
+class TooFewSinks(Codec):
+    """Fault: two exact tokens fewer than `sink_tokens` are kept at the start."""
+
+    relative_error = 0.006
+
+    @property
+    def sink_tokens(self) -> int:
+        return super().sink_tokens - 2
+
+    def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = states.float().abs().amax(-1, keepdim=True).clamp_min(1e-37) / 127
+        return {"codes": (states.float() / scale).round().clamp(-127, 127).to(torch.int8), "scale": scale}
+
+    def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
+        out.copy_(encoded["codes"] * encoded["scale"])
+
+
+def build_too_few_sinks(spec: LayerSpec, config: SinksConfig, context: BuildContext) -> EncodedLayer:
+    """Return an encoded layer over `TooFewSinks`."""
+    return EncodedLayer(spec, config, replace(context, codec=TooFewSinks))

@@ -72,13 +72,13 @@ def _inner(subject: Subject) -> Iterator[ParameterSet]:
 
 
 def inner_keys(subject: Subject) -> list[str]:
-    """Return the keys of a backend's config whose default is the name of an installed backend."""
+    """Return the keys of a backend's config that take any name and whose default is that of an installed backend."""
     try:
         config = type(kvrack.resolve(subject.name, subject.settings).config)
     except kvrack.KvrackError:
         return []
     names = kvrack.backends()
-    return [key for key, info in config.model_fields.items() if isinstance(info.default, str) and info.default in names]
+    return [key for key, info in config.model_fields.items() if info.annotation is str and info.default in names]
 
 
 @pytest.fixture

@@ -179,6 +179,24 @@ def test_the_newest_tokens_are_exact(subject: Subject, kind: str) -> None:
             expect_close(states[:, :, -count:], given[:, :, -count:], 0.0, f"the newest {count} {what}")
 
 
+@pytest.mark.rule("F8")
+def test_the_first_tokens_are_exact(subject: Subject, kind: str) -> None:
+    layer = subject.layer(kind)
+    exact = getattr(layer.config, "sink_tokens", 0)
+    if not exact:
+        pytest.skip("the config has no sink_tokens")
+    oracle = oracle_of(layer)
+    for step, new in enumerate((3, 55, *[1] * 200)):
+        keys, values = subject.states(new, seed=step)
+        wanted = oracle.update(keys, values)
+        seen = see(layer, keys, values)
+        positions = shown(seen.length, seen.keys.shape[2], layer.capabilities.sinks)
+        first = [slot for slot, position in enumerate(positions) if position < exact]
+        for what, states, given in zip(("keys", "values"), (seen.keys, seen.values), wanted, strict=True):
+            given = given[:, :, -seen.keys.shape[2] :]
+            expect_close(states[:, :, first], given[:, :, first], 0.0, f"the first {exact} {what}")
+
+
 @pytest.mark.rule("F7")
 @pytest.mark.parametrize("fill", [(9, 3), (140, 9)], ids=str)
 def test_a_row_does_not_depend_on_the_others(subject: Subject, kind: str, fill: tuple[int, int]) -> None:

@@ -1,0 +1,50 @@
+"""Scratch: memory to decode into, used again at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvrack.placement import DEVICE
+
+
+class Scratch:
+    """Memory to decode into, one piece for each slot, dtype and device, used again at every step.
+
+    The layers of a cache share it: attention has read one layer's tokens before the next layer
+    decodes its own. A copy of a cache starts with a scratch of its own.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._owned = 0
+
+    def own_slot(self, name: str) -> str:
+        """Return a slot that nobody else was given."""
+        self._owned += 1
+        return f"{name}.{self._owned}"
+
+    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost."""
+        count = 1
+        for length in shape:
+            count *= length
+        key = (slot, dtype, device)
+        memory = self._memory.get(key)
+        if memory is None or memory.shape[0] < count:
+            # The old piece goes first: both at once would double the peak.
+            self._memory.pop(key, None)
+            memory = self._memory[key] = DEVICE.allocate((count + count // 4,), dtype, device)
+        return memory[:count].view(shape)
+
+    def release(self, slot: str) -> None:
+        """Give the memory of a slot back."""
+        self._memory = {key: memory for key, memory in self._memory.items() if key[0] != slot}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the memory held, by slot, dtype and device in one name."""
+        return {f"{slot}.{dtype}.{device}": memory for (slot, dtype, device), memory in self._memory.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Scratch:
+        return Scratch()
