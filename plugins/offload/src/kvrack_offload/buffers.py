@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack.buffer import TOKENS, check_states
+from kvrack.fixed import beside, carries_gradient
 from kvrack_offload.prefetch import Station
 from kvrack_offload.strip import Form, Strip, form_of
 
@@ -17,11 +18,13 @@ class HeldBuffer:
 
     Args:
         station: of the layer.
-        limit: read and written by those who hold the buffer; room is made as tokens come.
+        limit: tokens the whole use will need, None when unknown.
+        is_whole: make room for them at once, else as they come.
     """
 
-    def __init__(self, station: Station, limit: int | None = None) -> None:
+    def __init__(self, station: Station, limit: int | None = None, is_whole: bool = False) -> None:
         self.limit = limit
+        self._is_whole = is_whole
         self._station = station
         self._strip = Strip(station)
 
@@ -41,19 +44,18 @@ class HeldBuffer:
     def allocate(self, batch: int, heads: int, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         """Decide what the first tokens will be, holding none. Nothing happens if that is decided already."""
         if self._strip.form is None:
-            self._strip.open(Form(batch, heads, channels, dtype, device))
+            self._open(Form(batch, heads, channels, dtype, device))
 
     def append(self, states: torch.Tensor, keep: int | None = None) -> torch.Tensor:
         """Add tokens and return all that were held, then these, oldest first; see `TokenBuffer.append`."""
         strip, new, held = self._strip, states.shape[TOKENS], len(self)
         if strip.form is None:
-            strip.open(form_of(states))
-        carries_gradient = states.requires_grad and torch.is_grad_enabled()
+            self._open(form_of(states))
         stored = new if keep is None else min(new, keep)
         everything = states
         if held:
             past = strip.read(strip.start, held, room=new)
-            if carries_gradient or stored < new:
+            if carries_gradient(states) or stored < new:
                 everything = torch.cat([past, states], dim=TOKENS)
         strip.write(states.narrow(TOKENS, new - stored, stored), strip.stop)
         if held and everything is states:
@@ -99,9 +101,12 @@ class HeldBuffer:
             return
         strip = self._strip
         if strip.form != form_of(tokens):
-            strip.open(form_of(tokens))
+            self._open(form_of(tokens))
         strip.start = strip.stop
         strip.write(tokens, strip.start)
+
+    def _open(self, form: Form) -> None:
+        self._strip.open(form, self.limit if self._is_whole else None)
 
 
 class HeldFixed:
@@ -114,8 +119,6 @@ class HeldFixed:
         station: of the layer.
         slots: tokens it has room for, of a ring the newest: token i is in slot i modulo `slots`.
     """
-
-    data: torch.Tensor | None = None
 
     def __init__(self, station: Station, slots: int) -> None:
         self.slots = slots
@@ -136,7 +139,7 @@ class HeldFixed:
         """Make room for states of this shape, dtype and device; what is there and fits stays."""
         form = Form(batch, heads, channels, dtype, device)
         if self._strip.form != form and not self._station.shapes_only:
-            self._strip.open(form)
+            self._strip.open(form, self.slots)
 
     def allocate_for(self, states: torch.Tensor) -> None:
         """Make room for `states` ``[batch, heads, tokens, channels]`` and what is like them."""
@@ -147,12 +150,47 @@ class HeldFixed:
         self._strip.write(states, first, show=True)
 
     def view(self, first: int, count: int) -> torch.Tensor:
-        """Return tokens `first` and on, ``[batch, heads, count, channels]``; zeros for those that never were."""
+        """Return tokens `first` and on, ``[batch, heads, count, channels]``; what an unused slot holds for those that
+        never were."""
         if self._station.is_active:
             self._strip.shown = (first, count)
         return self._strip.read(first, count)
 
-    def restore(self, tokens: torch.Tensor, first: int = 0) -> None:
-        """Write `tokens`, as ``view(first, count)`` returned them, to room that fits them."""
-        self.allocate_for(tokens)
+    def append(self, states: torch.Tensor, seen: int, position: torch.Tensor, first: int, length: int) -> torch.Tensor:
+        """Write `states` and return what attention must see; see `FixedBuffer.append`."""
+        if seen + states.shape[TOKENS] - first > self.slots or carries_gradient(states):
+            return beside(self, states, seen, position, first, length)
+        self.write(states, seen, position)
+        return self.view(first, length)
+
+    def read(self, first: int, count: int, seen: int) -> torch.Tensor:
+        """Return tokens `first` and on."""
+        return self.view(first, count)
+
+    def drop_newest(self, seen: int, left: int) -> None:
+        """Forget all but the first `left` of `seen` tokens: nothing to do, what is past the end is not read."""
+
+    def storage(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """Return `count` tokens from `first` on under the empty name; {} before any allocation."""
+        return {"": self.view(first, count)} if self.is_allocated else {}
+
+    def restore(self, storage: dict[str, torch.Tensor], first: int = 0) -> None:
+        """Write what ``storage(first, count)`` returned, to room that fits it."""
+        self.allocate_for(storage[""])
+        self.put(storage[""], first)
+
+    def put(self, tokens: torch.Tensor, first: int) -> None:
+        """Write `tokens` as ``view(first, count)`` returns them."""
         self._strip.write(tokens, first)
+
+    def fill(self, token: torch.Tensor) -> None:
+        """Take `token` ``[batch, heads, 1, channels]`` for what an unused slot holds."""
+        self._strip.unused = token.detach().clone()
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return a copy of every slot under the empty name; {} before any allocation."""
+        return self.storage(0, self.slots)
+
+    def adopt(self, memory: dict[str, torch.Tensor]) -> None:
+        """Write what `memory()` of an equal buffer returned."""
+        self.restore(memory)

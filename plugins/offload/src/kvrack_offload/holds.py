@@ -59,12 +59,17 @@ class Hold(ABC, Generic[Layer]):
         homes = [part.home for part in self.station.parts() if part.home is not None]
         if not homes:
             return []
-        held = [
-            Elsewhere(name, homes[0].place, shape.numel() * shape.dtype.itemsize)
-            for name, shape in self.shapes().items()
-        ]
-        room = sum(home.nbytes for home in homes) - sum(each.nbytes for each in held)
-        return [*held, Elsewhere("room", homes[0].place, max(0, room))]
+        held, place = [], homes[0].place
+        room = sum(home.nbytes for home in homes)
+        for name, shape in self.shapes().items():
+            nbytes, here = shape.numel() * shape.dtype.itemsize, shape.untyped_storage().nbytes()
+            if here > shape.dtype.itemsize:
+                # Memory of more than one element is no shape: a small tensor that the layer keeps by itself.
+                held.append(Elsewhere(name, str(shape.device), max(here, nbytes)))
+            else:
+                held.append(Elsewhere(name, place, nbytes))
+                room -= nbytes
+        return [*held, Elsewhere("room", place, max(0, room))]
 
 
 class BufferHold(Hold[Layer]):

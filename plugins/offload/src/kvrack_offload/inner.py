@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrack import BuildContext, LayerSpec, resolve
+from kvrack import BufferedLayer, BuildContext, LayerSpec, resolve
 from kvrack.layer import CacheLayer
+from kvrack.preallocated import PreallocatedLayer
 from kvrack_offload.config import PlaceConfig
 from kvrack_offload.holds import BufferHold, Hold, StorageHold
 from kvrack_offload.prefetch import Prefetcher, Station
@@ -24,4 +25,6 @@ def make_hold(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> Ho
     tier, folder, scratch = config.tier, config.folder, context.scratch
     station = Station(context.shared.get(Prefetcher, lambda: Prefetcher(scratch, tier, folder)))
     inner = build_inner(spec, config, replace(context, placement=station))
-    return (BufferHold if station.was_given_out else StorageHold)(inner, station)
+    # Core's layers ask for some of their buffers only when the first tokens come.
+    asks = station.was_given_out or isinstance(inner, BufferedLayer | PreallocatedLayer)
+    return (BufferHold if asks else StorageHold)(inner, station)

@@ -18,8 +18,8 @@ import torch
 
 from kvrack import OffloadError, Placement
 from kvrack.buffer import PlainTokens
-from kvrack.codec import Scratch
-from kvrack.fixed import FixedTokens
+from kvrack.fixed import PlainFixedTokens
+from kvrack.scratch import Scratch
 from kvrack_offload.homes import DiskHome, Home, HostHome, Traffic
 from kvrack_offload.lanes import CpuLane, Job, Lane, StagedLane, StreamLane, Ticket
 from kvrack_offload.spill import SpillFile
@@ -157,12 +157,12 @@ class Station(Placement):
         """Whether any buffer was ever asked for."""
         return bool(self._parts)
 
-    def buffer(self, growth: float, limit: int | None) -> PlainTokens:
+    def buffer(self, growth: float, limit: int | None, is_whole: bool = False) -> PlainTokens:
         from kvrack_offload.buffers import HeldBuffer
 
-        return HeldBuffer(self, limit)
+        return HeldBuffer(self, limit, is_whole)
 
-    def fixed_buffer(self, slots: int, is_ring: bool) -> FixedTokens:
+    def fixed_buffer(self, slots: int, is_ring: bool) -> PlainFixedTokens:
         from kvrack_offload.buffers import HeldFixed
 
         return HeldFixed(self, slots)

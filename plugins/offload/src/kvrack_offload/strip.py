@@ -65,15 +65,17 @@ class Strip(Part):
         self.start = self.stop = 0
         self.shown: tuple[int, int] | None = None
         """First token and count that were last asked for, where that isn't all from `start` to `stop`."""
+        self.unused: torch.Tensor | None = None
+        """What is shown for a token past `stop`, ``[batch, heads, 1, channels]``; None for zeros."""
         self._memory: torch.Tensor | None = None
         self._first = self._count = 0
         self._number = station.add(self)
 
-    def open(self, form: Form) -> None:
-        """Hold rows of this form, none yet. Raises MemoryRefused where rows are reserved and there is no room."""
+    def open(self, form: Form, tokens: int | None = None) -> None:
+        """Hold rows of this form, none yet, with room for `tokens`. Raises MemoryRefused when there is none."""
         home = self.station.prefetcher.new_home(form.device)
-        if self.slots is not None:
-            home.reserve(self.slots * form.row_bytes)
+        if tokens is not None:
+            home.reserve(tokens * form.row_bytes)
         self.forget()
         self.home, self.form, self.shown = home, form, None
         self.start = self.stop = 0
@@ -116,7 +118,7 @@ class Strip(Part):
     # --- tokens ---------------------------------------------------------------------------------
 
     def read(self, first: int, count: int, room: int = 0) -> torch.Tensor:
-        """Return tokens `first` and on ``[batch, heads, count, channels]``, zeros past `stop`.
+        """Return tokens `first` and on ``[batch, heads, count, channels]``, `unused` past `stop`.
 
         While the layer is updated a view of the slot, with room for more behind it; else a copy.
         """
@@ -128,13 +130,13 @@ class Strip(Part):
             with torch.inference_mode(False):
                 memory = DEVICE.allocate((count, *form.row), form.dtype, form.device)
                 self._wait(self._jobs(first, held, memory))
-                memory.narrow(0, held, count - held).zero_()
+                self._blank(memory.narrow(0, held, count - held))
             return _as_states(memory)
         if not self._has(first, held):
             self._wait(self._bring(first, held, count - held + room))
         memory = self._with_room(first + count, room)
         if count > held:
-            memory.narrow(0, first + held - self._first, count - held).zero_()
+            self._blank(memory.narrow(0, first + held - self._first, count - held))
         return _as_states(memory.narrow(0, first - self._first, count))
 
     def write(self, states: torch.Tensor, first: int, show: bool = False) -> None:
@@ -173,6 +175,13 @@ class Strip(Part):
                 self._store(part.contiguous() if copies else part.clone(), first + at)
         end = max(self.stop, first + new)
         self.stop = end if self.slots is None else min(end, self.slots)
+
+    def _blank(self, rows: torch.Tensor) -> None:
+        """Make of `rows` what is past `stop`."""
+        if self.unused is None:
+            rows.zero_()
+        else:
+            rows.copy_(self.unused.permute(TOKENS, 0, 1, 3))
 
     # --- bytes ----------------------------------------------------------------------------------
 
