@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrack_transformers.cache import TransformersCache, create_cache
     from kvrack_transformers.enabling import disable, enable, is_enabled
+    from kvrack_transformers.fallback import generate
     from kvrack_transformers.reading import UnknownLayerType, model_spec
 
 __version__ = version("kvrack-transformers")
@@ -25,6 +26,7 @@ _LATE = {
     "create_cache": "kvrack_transformers.cache",
     "disable": "kvrack_transformers.enabling",
     "enable": "kvrack_transformers.enabling",
+    "generate": "kvrack_transformers.fallback",
     "is_enabled": "kvrack_transformers.enabling",
     "model_spec": "kvrack_transformers.reading",
 }
@@ -42,6 +44,7 @@ __all__ = [
     "create_cache",
     "disable",
     "enable",
+    "generate",
     "is_enabled",
     "model_spec",
 ]

@@ -6,8 +6,10 @@ validation that reads it, and the step of `generate` that builds the cache.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,19 @@ class _Originals:
 
 
 _originals: _Originals | None = None
+_built: ContextVar[list[TransformersCache] | None] = ContextVar("built", default=None)
 _warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def noting_caches() -> Iterator[list[TransformersCache]]:
+    """Give a list of the caches that generate builds by a kvrack name from now on, in this thread."""
+    built: list[TransformersCache] = []
+    token = _built.set(built)
+    try:
+        yield built
+    finally:
+        _built.reset(token)
 
 
 def is_enabled() -> bool:
@@ -150,6 +164,8 @@ def _prepare_cache_for_generation(
         model_kwargs[CACHE_ARGUMENT] = create_cache(
             self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
+        if (built := _built.get()) is not None:
+            built.append(model_kwargs[CACHE_ARGUMENT])
     cache = model_kwargs.get(CACHE_ARGUMENT)
     if drafts and isinstance(cache, TransformersCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
