@@ -33,8 +33,7 @@ class Hold(ABC, Generic[Layer]):
         """Give the inner layer to be updated, everything it holds on the device. What is changed is held
         elsewhere at the end; after an exception all is as it was."""
         station = self.station
-        station.new_tokens = new_tokens
-        station.prefetcher.enter(station)
+        station.prefetcher.enter(station, new_tokens)
         station.is_active = True
         try:
             with self.changing() as inner:

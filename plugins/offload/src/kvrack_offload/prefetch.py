@@ -73,6 +73,8 @@ class Prefetcher:
         self.tier = tier
         self.folder = folder
         self.traffic = Traffic()
+        self.new_tokens = 1
+        """Tokens of the update under way, for which what is brought leaves room."""
         self._file: SpillFile | None = None
         self._lanes: dict[torch.device, Lane] = {}
         self._seats: dict[torch.device, list[weakref.ref[Station] | None]] = {}
@@ -98,8 +100,10 @@ class Prefetcher:
             return CpuLane()
         return StreamLane(device) if self.tier == "host" else StagedLane(device)
 
-    def enter(self, station: Station) -> None:
-        """Note that `station` is updated now, and has been brought, and begin to bring the one that comes next."""
+    def enter(self, station: Station, new_tokens: int) -> None:
+        """Note that `station` is updated now, with so many tokens, have it on the device, and begin to bring the
+        one that comes next."""
+        self.new_tokens = new_tokens
         before = self._current() if self._current is not None else None
         if before is not None and before is not station:
             self._next[before] = weakref.ref(station)
@@ -133,7 +137,6 @@ class Station(Placement):
         """Whether the layer is being updated, so that buffers show what is in the slot."""
         self.shapes_only = False
         """Whether buffers show tensors of the right shape and nothing in them, and leave what they hold alone."""
-        self.new_tokens = 1
         self.on_vacate: Callable[[], None] | None = None
         self._parts: dict[int, weakref.ref[Part]] = {}
         self.slot: tuple[torch.device, int] | None = None
@@ -174,7 +177,7 @@ class Station(Placement):
         device = next((device for part in self.parts() if (device := part.device()) is not None), None)
         if self._ticket is not None or device is None:
             return
-        jobs = [job for part in self.parts() for job in part.begin(self.new_tokens)]
+        jobs = [job for part in self.parts() for job in part.begin(self.prefetcher.new_tokens)]
         if jobs:
             self._ticket = self.prefetcher.lane(device).fetch(jobs)
 

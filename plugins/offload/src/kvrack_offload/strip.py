@@ -160,7 +160,7 @@ class Strip(Part):
             if not follows:
                 self._lane.finish()
                 self._memory, self._first, self._count = self._take(new), first, 0
-            memory = self._with_room(first + new, self.station.new_tokens)
+            memory = self._with_room(first + new, 0)
             at = first - self._first
             memory.narrow(0, at, new).copy_(rows)
             self._count = max(self._count, at + new)
