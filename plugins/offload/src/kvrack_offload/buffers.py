@@ -180,7 +180,10 @@ class HeldFixed:
         self.put(storage[""], first)
 
     def put(self, tokens: torch.Tensor, first: int) -> None:
-        """Write `tokens` as ``view(first, count)`` returns them."""
+        """Write `tokens` as ``view(first, count)`` returns them, to new room: what was held stays until all is well."""
+        if self._station.shapes_only:
+            return
+        self._strip.open(form_of(tokens), self.slots)
         self._strip.write(tokens, first)
 
     def fill(self, token: torch.Tensor) -> None:

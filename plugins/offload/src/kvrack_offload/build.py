@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from kvrack import BuildContext, LayerSpec, OffloadError, StateLayer
-from kvrack.layer import CacheLayer
+from kvrack.layer import CacheLayer, Shared
 from kvrack.placement import DEVICE
 from kvrack_offload.config import PlaceConfig
 from kvrack_offload.inner import build_inner
@@ -28,19 +29,18 @@ def build_layer(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> 
     Raises what `kvrack.resolve` raises for the held backend, what that raises for the layer, and
     OffloadError for a folder that can't be written.
     """
-    inner = build_inner(spec, config, context)
-    if context.placement is not DEVICE or not _has_place(config):
-        return inner
     if (
-        context.layer_index < config.resident_layers
+        context.placement is not DEVICE
+        or not _has_place(config)
+        or context.layer_index < config.resident_layers
         or (config.offload_only_non_sliding and spec.window is not None)
         or spec.read_by_others
-        or (isinstance(inner, StateLayer) and not config.offload_states)
     ):
-        return inner
-    if isinstance(inner, StateLayer):
-        return OffloadedStateLayer(spec, config, context)
-    return OffloadedLayer(spec, config, context)
+        return build_inner(spec, config, context)
+    kind = type(build_inner(spec, config, replace(context, shared=Shared())))
+    if not issubclass(kind, StateLayer):
+        return OffloadedLayer(spec, config, context)
+    return (OffloadedStateLayer if config.offload_states else build_inner)(spec, config, context)
 
 
 def _has_place(config: PlaceConfig) -> bool:

@@ -88,10 +88,18 @@ class BufferHold(Hold[Layer]):
                     raise
         except BaseException:
             if has_changed:
-                # The bytes are as before; the integers beside them are put back the way a snapshot is.
-                with station.showing_shapes():
-                    self.inner.restore(self.inner.storage(), numbers)
+                self._put_back(before, numbers)
             raise
+
+    def _put_back(self, before: dict[Part, tuple[Any, ...]], numbers: dict[str, int]) -> None:
+        """Make of the inner layer what it was. The bytes are as they were; what it keeps beside them is put back
+        the way a snapshot is."""
+        if all(marks[0] is None for marks in before.values()):
+            self.inner = self.inner.twin()
+            self.inner.restore({}, numbers)
+        else:
+            with self.station.showing_shapes():
+                self.inner.restore(self.inner.storage(), numbers)
 
     def reading(self) -> Layer:
         return self.inner

@@ -9,7 +9,7 @@ from kvrack.layer import CacheLayer
 from kvrack.preallocated import PreallocatedLayer
 from kvrack_offload.config import PlaceConfig
 from kvrack_offload.holds import BufferHold, Hold, StorageHold
-from kvrack_offload.prefetch import Prefetcher, Station
+from kvrack_offload.prefetch import Places, Station
 
 
 def build_inner(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> CacheLayer:
@@ -22,8 +22,8 @@ def build_inner(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> 
 def make_hold(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> Hold[CacheLayer]:
     """Return such a layer in a placement of its own, held through its buffers if it asked for any, else through
     `storage()`."""
-    tier, folder, scratch = config.tier, config.folder, context.scratch
-    station = Station(context.shared.get(Prefetcher, lambda: Prefetcher(scratch, tier, folder)))
+    places = context.shared.get(Places, Places)
+    station = Station(places.prefetcher(context.scratch, config.tier, config.folder))
     inner = build_inner(spec, config, replace(context, placement=station))
     # Core's layers ask for some of their buffers only when the first tokens come.
     asks = station.was_given_out or isinstance(inner, BufferedLayer | PreallocatedLayer)

@@ -24,6 +24,7 @@ from kvrack_offload.homes import DiskHome, Home, HostHome, Traffic
 from kvrack_offload.lanes import CpuLane, Job, Lane, StagedLane, StreamLane, Ticket
 from kvrack_offload.spill import SpillFile
 
+Tier = Literal["host", "disk"]
 SLOTS = 2
 """Layers that are on the device at once: the one that computes and the one that comes next."""
 
@@ -59,8 +60,22 @@ class Part(ABC):
         """Give back room that only bytes took that are held no more."""
 
 
+class Places:
+    """The prefetchers of one cache: one for each place that its layers are held in."""
+
+    def __init__(self) -> None:
+        self._prefetchers: dict[tuple[Tier, Path | None], Prefetcher] = {}
+
+    def prefetcher(self, scratch: Scratch, tier: Tier, folder: Path | None) -> Prefetcher:
+        """Return the cache's prefetcher of this place; see `Prefetcher` for the arguments."""
+        key = (tier, folder)
+        if key not in self._prefetchers:
+            self._prefetchers[key] = Prefetcher(scratch, tier, folder)
+        return self._prefetchers[key]
+
+
 class Prefetcher:
-    """What the offloaded layers of one cache share: the slots, the lanes, the file, the order of updates.
+    """What the layers of one cache share that are held in one place: slots, lanes, file, order of updates.
 
     Args:
         scratch: the cache's, in which the slots are.
@@ -68,11 +83,12 @@ class Prefetcher:
         folder: of the file, for tier disk.
     """
 
-    def __init__(self, scratch: Scratch, tier: Literal["host", "disk"], folder: Path | None) -> None:
+    def __init__(self, scratch: Scratch, tier: Tier, folder: Path | None) -> None:
         self.scratch = scratch
         self.tier = tier
         self.folder = folder
         self.traffic = Traffic()
+        self.slot_name = scratch.own_slot("offload")
         self.new_tokens = 1
         """Tokens of the update under way, for which what is brought leaves room."""
         self._file: SpillFile | None = None
@@ -216,7 +232,9 @@ class Station(Placement):
         """Return memory of the slot for part `number`, uint8 ``[nbytes]``: what it had before, if as much fits."""
         if self.slot is None or self.slot[0] != device:
             self.slot = (device, self.prefetcher.seat(self, device))
-        return self.prefetcher.scratch.take(f"offload.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device)
+        return self.prefetcher.scratch.take(
+            f"{self.prefetcher.slot_name}.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device
+        )
 
     # --- changing as a whole --------------------------------------------------------------------
 
