@@ -14,6 +14,8 @@ from conformance import run_suite
 
 INSTALLED = [name for name, info in kvrack.backends().items() if info.error is None]
 
+CODECS = [name for name in INSTALLED if issubclass(kvrack.resolve(name).backend.config_class(), kvrack.LayoutConfig)]
+
 
 def test_there_are_backends_to_judge() -> None:
     assert "dynamic" in INSTALLED
@@ -25,3 +27,9 @@ def test_installed_backend_conforms(name: str) -> None:
     assert result.conforms, output
     assert not result.of("expected failure")
     assert result.verdict().startswith("CONFORMS (kvrack-spec 1.0)")
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_installed_codec_conforms_in_static_layout(name: str) -> None:
+    result, output = run_suite(name, quick=True, settings=("layout=static",))
+    assert result.conforms, output

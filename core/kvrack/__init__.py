@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig, LayoutConfig
+    from kvrack.hybrid import HybridLayer
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
-    from kvrack.snapshot import load
+    from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
 
@@ -49,12 +50,14 @@ _LATE = {
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",
     "CodecConfig": "kvrack.codec",
+    "HybridLayer": "kvrack.hybrid",
     "LayoutConfig": "kvrack.config",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
+    "describe": "kvrack.snapshot",
     "load": "kvrack.snapshot",
 }
 
@@ -80,6 +83,7 @@ __all__ = [
     "Codec",
     "CodecConfig",
     "DuplicateBackend",
+    "HybridLayer",
     "InvalidConfig",
     "InvalidPlugin",
     "KvrackError",
@@ -100,6 +104,7 @@ __all__ = [
     "UnsupportedOperation",
     "backends",
     "create_cache",
+    "describe",
     "hookimpl",
     "load",
     "resolve",

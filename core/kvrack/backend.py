@@ -102,6 +102,10 @@ class Backend:
         config: ``"module:class"`` of the `BackendConfig` subclass that validates `cache_config`.
         requires: requirements the layer's module needs, as pip takes them (``"hqq>=0.2"``);
             checked when the name is resolved.
+        states: whether `layer` builds layers that keep states. Where it doesn't, a companion does,
+            and holds this backend's layers where a layer attends too; see `kvrack.companions`.
+        cross_attention: whether `layer` builds cross-attention layers. Where it doesn't, a
+            companion does, which holds this backend's.
     """
 
     name: str
@@ -110,6 +114,8 @@ class Backend:
     codec: str | None = None
     config: str = "kvrack.config:BackendConfig"
     requires: tuple[str, ...] = ()
+    states: bool = False
+    cross_attention: bool = False
 
     def __post_init__(self) -> None:
         if (self.layer is None) == (self.codec is None):

@@ -9,12 +9,15 @@ moves every token at every step.
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from kvrack.errors import ShapeMismatch
 from kvrack.placement import DEVICE, Placement
+from kvrack.sharing import Sharing
+
+SelfTokens = TypeVar("SelfTokens", bound="Tokens")
 
 TOKENS = 2
 """The dimension that counts tokens."""
@@ -47,6 +50,8 @@ class Tokens(Protocol):
     def metadata(self) -> dict[str, int]: ...
 
     def load(self, storage: dict[str, torch.Tensor], metadata: dict[str, int]) -> None: ...
+
+    def share(self: SelfTokens, other: SelfTokens) -> None: ...
 
 
 class PlainTokens(Tokens, Protocol):
@@ -89,6 +94,7 @@ class TokenBuffer:
         self.data: torch.Tensor | None = None
         self.start = 0
         self.stop = 0
+        self._sharing: Sharing | None = None
 
     def __len__(self) -> int:
         """Return the number of tokens held."""
@@ -156,8 +162,22 @@ class TokenBuffer:
 
     def clear(self) -> None:
         """Forget every token and free the memory."""
-        self.data = None
+        self._let_go()
         self.start = self.stop = 0
+
+    def share(self, other: TokenBuffer) -> None:
+        """Hold what `other` holds, in the same memory for as long as neither writes where the other holds tokens.
+
+        Takes the same time and no memory, however many tokens there are.
+        """
+        self._let_go()
+        if other.data is not None:
+            if other._sharing is None:
+                other._sharing = Sharing()
+                other._sharing.join(other, other.stop)
+            self.data, self._sharing = other.data, other._sharing
+            self._sharing.join(self, other.stop)
+        self.start, self.stop = other.start, other.stop
 
     def storage(self) -> dict[str, torch.Tensor]:
         """Return the one view there is, under the empty name; {} before any allocation."""
@@ -173,11 +193,15 @@ class TokenBuffer:
         self.restore(storage[""])
 
     def restore(self, tokens: torch.Tensor) -> None:
-        """Hold exactly `tokens`, copied; memory that fits them is written in place."""
+        """Hold exactly `tokens`, copied; memory that fits them is written in place. What is held already, after
+        `share`, is left where it is."""
         length = tokens.shape[TOKENS]
         data = self.data
+        if self._sharing is not None and _is_same_view(self.view(), tokens):
+            return
         fits = (
             data is not None
+            and self._sharing is None
             and data.shape[:TOKENS] == tokens.shape[:TOKENS]
             and data.shape[3] == tokens.shape[3]
             and data.shape[TOKENS] >= length
@@ -206,7 +230,7 @@ class TokenBuffer:
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         # The old memory goes first: both at once would double the peak.
-        self.data = None
+        self._let_go()
         self.data = self.placement.allocate(shape, dtype, device)
         _mark_growing(self.data)
         self.start = self.stop = 0
@@ -222,7 +246,7 @@ class TokenBuffer:
         capacity = self.data.shape[TOKENS]
         # A graph for views of part of the memory doesn't serve a view of all of it, which is contiguous.
         spare = 1 if torch.compiler.is_compiling() else 0
-        if self.stop + new + spare <= capacity:
+        if self.stop + new + spare <= capacity and (self._sharing is None or self._claims(new)):
             return
         needed = len(self) + new
         if keep is not None and needed > keep:
@@ -234,13 +258,27 @@ class TokenBuffer:
             grown = self._capacity_for(needed)
             self._move_to(grown if keep is None else min(grown, self._most(keep)))
 
+    def _claims(self, new: int) -> bool:
+        """Return whether the room for `new` more tokens is this buffer's to write, of the memory it shares."""
+        # A graph can't ask for it, so it copies.
+        if self._sharing is None or torch.compiler.is_compiling():
+            return False
+        return self._sharing.claim(self, self.stop, self.stop + new)
+
+    def _let_go(self) -> None:
+        """Give up the memory, which lives on if others share it."""
+        if self._sharing is not None and not torch.compiler.is_compiling():
+            self._sharing.leave(self)
+        self._sharing = None
+        self.data = None
+
     def _move_to(self, capacity: int) -> None:
-        """Move the held tokens to the front of memory for `capacity` tokens, a new one if it differs."""
+        """Move the held tokens to the front of memory for `capacity` tokens, a new one if it differs or is shared."""
         assert self.data is not None
         held = self.view()
         assert held is not None
         length = len(self)
-        if self.data.shape[TOKENS] == capacity:
+        if self.data.shape[TOKENS] == capacity and self._sharing is None:
             # Source and target may overlap, which copy_ does not allow.
             self.data.narrow(TOKENS, 0, length).copy_(held.clone() if self.start < length else held)
         else:
@@ -248,6 +286,7 @@ class TokenBuffer:
             moved = self.placement.allocate(shape, self.data.dtype, self.data.device)
             moved.narrow(TOKENS, 0, length).copy_(held)
             _mark_growing(moved)
+            self._let_go()
             self.data = moved
         self.start, self.stop = 0, length
 
@@ -256,7 +295,7 @@ class TokenBuffer:
         held = self.view()
         everything = states if held is None or len(self) == 0 else torch.cat([held, states], dim=TOKENS)
         newest = everything.narrow(TOKENS, everything.shape[TOKENS] - keep, keep)
-        if self.data is None or self.data.shape[TOKENS] < keep:
+        if self.data is None or self.data.shape[TOKENS] < keep or self._sharing is not None:
             shape = (states.shape[0], states.shape[1], self._most(keep), states.shape[3])
             self._allocate(shape, states.dtype, states.device)
         assert self.data is not None
@@ -269,6 +308,18 @@ def _mark_growing(data: torch.Tensor) -> None:
     """Tell torch.compile that memory of another capacity will follow, so that it needs no new graph for it."""
     if not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(data, TOKENS)
+
+
+def _is_same_view(held: torch.Tensor | None, tokens: torch.Tensor) -> bool:
+    """Return whether `tokens` are the very memory that `held` shows."""
+    return (
+        held is not None
+        and held.shape == tokens.shape
+        and held.stride() == tokens.stride()
+        and held.dtype == tokens.dtype
+        and held.device == tokens.device
+        and held.data_ptr() == tokens.data_ptr()
+    )
 
 
 def check_states(states: torch.Tensor, data: torch.Tensor | None, what: str) -> None:

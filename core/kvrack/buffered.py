@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
 from kvrack.model import LayerSpec
 
 Part = TypeVar("Part")
+Layer = TypeVar("Layer", bound="BufferedLayer")
 
 
 class BufferedLayer(AttentionLayer):
@@ -116,6 +117,14 @@ class BufferedLayer(AttentionLayer):
         self.record_past = bool(metadata["record_past"])
         if len(self._keys) != len(self._values):
             raise ShapeMismatch(f"expected as many values as keys, got {len(self._keys)} and {len(self._values)}")
+
+    def fork(self: Layer, memo: dict[int, Any] | None = None) -> Layer:
+        twin = self._empty_copy({} if memo is None else memo)
+        twin._keys.share(self._keys)
+        twin._values.share(self._values)
+        # Through restore, so that what a subclass keeps besides comes along; buffers see that they hold it already.
+        twin.restore(self.storage(), self.metadata())
+        return twin
 
     @property
     def keys(self) -> torch.Tensor | None:

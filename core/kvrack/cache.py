@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from kvrack.backend import Capabilities
+from kvrack.companions import build_layer
 from kvrack.config import BackendConfig
 from kvrack.errors import UnsupportedOperation
-from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, allocations
+from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, StateLayer, allocations
 from kvrack.model import LayerSpec, ModelSpec
+from kvrack.recipe import Recipe
 from kvrack.registry import Resolved, resolve
 
 
@@ -55,7 +57,7 @@ class Cache:
         self.max_length = max_length
         self._context = BuildContext(backend=self.name, max_length=max_length)
         self.layers: list[CacheLayer] = []
-        for spec in model_spec.layers:
+        for spec in (*model_spec.layers, *model_spec.cross_layers):
             self.layers.append(self._build(spec))
 
     def _build(self, spec: LayerSpec) -> CacheLayer:
@@ -63,17 +65,37 @@ class Cache:
         context = replace(self._context, layer_index=len(self.layers))
         if spec.holds_nothing:
             return EmptyLayer(spec, self.config, context)
-        if spec.states:
-            raise UnsupportedOperation(
-                self.name,
-                "a layer with states (Mamba, linear attention, convolution)",
-                "They are kept by kvrack-mamba: pip install kvrack-mamba",
-            )
-        return self.backend.build_layer(spec, self.config, context)
+        return build_layer(Resolved(self.backend, self.config), spec, context)
 
     def __len__(self) -> int:
         """Return the number of layers; layers created on demand count once they exist."""
         return len(self.layers)
+
+    @property
+    def self_attention(self) -> Cache:
+        """The decoder's own layers, as a cache that shares them with this one."""
+        return self._part(self.layers[: self._own], replace(self.model_spec, cross_layers=()))
+
+    @property
+    def cross_attention(self) -> Cache:
+        """The cross-attention layers of an encoder-decoder model, as a cache that shares them with this one.
+
+        Raises UnsupportedOperation where there are none.
+        """
+        spec = self.model_spec
+        if not spec.is_encoder_decoder:
+            raise UnsupportedOperation(self.name, "cross-attention in a model without it", "Correct the model spec")
+        return self._part(self.layers[self._own :], replace(spec, layers=spec.cross_layers, cross_layers=()))
+
+    def _part(self, layers: list[CacheLayer], model_spec: ModelSpec) -> Cache:
+        part = copy.copy(self)
+        part.layers, part.model_spec = layers, model_spec
+        return part
+
+    @property
+    def _own(self) -> int:
+        """How many layers are the decoder's own; those of cross-attention come after them."""
+        return len(self.layers) - len(self.model_spec.cross_layers)
 
     def __iter__(self) -> Iterator[CacheLayer]:
         return iter(self.layers)
@@ -89,9 +111,36 @@ class Cache:
         """Give layer `layer_idx` new tokens and return what attention must see; see `AttentionLayer.update`."""
         return self._attention(layer_idx).update(key_states, value_states)
 
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Give layer `layer_idx` new convolution inputs; see `StateLayer.update_conv_state`."""
+        return self._states(layer_idx).update_conv_state(conv_states, state_idx, conv_kernel_size)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
+        """Replace a recurrent state of layer `layer_idx` and return it; see `StateLayer.update_recurrent_state`."""
+        return self._states(layer_idx).update_recurrent_state(recurrent_states, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a convolution state of layer `layer_idx`, None before its first update."""
+        return self._states(layer_idx).get_conv_state(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a recurrent state of layer `layer_idx`, None before its first update."""
+        return self._states(layer_idx).get_recurrent_state(state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether layer `layer_idx` (None for the last one with states) has state `state_idx`, or all."""
+        if layer_idx is None:
+            holding = [index for index, layer in enumerate(self.layers) if isinstance(layer, StateLayer)]
+            return bool(holding) and self._states(holding[-1]).has_previous_state(state_idx)
+        return self._states(layer_idx).has_previous_state(state_idx)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens seen by layer `layer_idx`; for 0, by the first layer that attends. 0 for a
-        layer not created yet."""
+        """Return the tokens seen by layer `layer_idx`, by the first one that attends where it doesn't; 0 where
+        none does, since states don't count tokens, and for a layer not created yet."""
         layer = self._measured(layer_idx)
         return layer.get_seq_length() if layer is not None else 0
 
@@ -104,9 +153,9 @@ class Cache:
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return how many tokens the whole cache (or layer `layer_idx`) can take, -1 for any number.
 
-        It is the smallest of the layers' limits; a window is none.
+        It is the smallest of the layers' limits; a window is none, nor is the length of an encoder's output.
         """
-        layers = self.layers if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
+        layers = self.layers[: self._own] if layer_idx is None else self.layers[layer_idx : layer_idx + 1]
         limits = [layer.get_max_length() for layer in layers if isinstance(layer, AttentionLayer)]
         return min((limit for limit in limits if limit >= 0), default=-1)
 
@@ -119,7 +168,9 @@ class Cache:
         device: torch.device,
         value_head_dim: int | Sequence[int] | None = None,
     ) -> None:
-        """Allocate every layer as a first update would.
+        """Allocate every layer that attends to the model's own tokens as a first update would.
+
+        States and cross-attention are left to their first update, which alone says their shapes.
 
         Args:
             batch_size: rows.
@@ -132,7 +183,7 @@ class Cache:
         heads = self._for_each("num_heads", num_heads)
         keys = self._for_each("head_dim", head_dim)
         values = keys if value_head_dim is None else self._for_each("value_head_dim", value_head_dim)
-        for layer, layer_heads, key_dim, value_dim in zip(self.layers, heads, keys, values, strict=True):
+        for layer, layer_heads, key_dim, value_dim in zip(self.layers[: self._own], heads, keys, values, strict=True):
             if isinstance(layer, AttentionLayer):
                 layer.early_initialization(batch_size, layer_heads, key_dim, value_dim, dtype, device)
 
@@ -181,8 +232,10 @@ class Cache:
 
     @property
     def is_compileable(self) -> bool:
-        """Whether every layer may return slots that hold no token; see `CacheLayer.is_compileable`."""
-        return bool(self.layers) and all(layer.is_compileable for layer in self.layers)
+        """Whether there are layers that attend, and all may return slots that hold no token; see
+        `CacheLayer.is_compileable`."""
+        attends = any(layer.spec.attention is not None for layer in self.layers[: self._own])
+        return attends and all(layer.is_compileable for layer in self.layers)
 
     @property
     def is_croppable(self) -> bool:
@@ -242,22 +295,58 @@ class Cache:
         """Return a new, empty cache, built as this one was."""
         return Cache(Resolved(self.backend, self.config), self.model_spec, self.name, self.max_length)
 
-    def fork(self) -> Cache:
-        """Return an independent cache with the same state: writing to either leaves the other as it is."""
-        return copy.deepcopy(self)
+    def recipe(self) -> Recipe:
+        """Return how this cache was built, as plain data that builds an equal, empty one."""
+        return Recipe(
+            backend=self.backend.name,
+            name=self.name,
+            config=self.config.model_dump(mode="json"),
+            max_length=self.max_length,
+            model=self.model_spec.to_dict(),
+        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        twin = self.twin()
-        memo[id(self)] = twin
-        twin._context = copy.deepcopy(self._context, memo)
-        twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+    def fork(self, tokens: int | None = None) -> Cache:
+        """Return an independent cache with the same state: writing to either leaves the other as it is.
+
+        Layers that can share their memory do so until one of both writes (copy-on-write), so that
+        forking takes the same time whatever is held. `copy.deepcopy` copies everything at once.
+
+        Args:
+            tokens: branch at an earlier point: how many tokens the fork has seen, from the start.
+                None for all.
+
+        Raises ValueError for a number below 0 or above `get_seq_length()`, and what `crop` raises
+        where a layer can't go back so far. This cache is left as it is.
+        """
+        seen = self.get_seq_length()
+        removed = 0 if tokens is None else seen - tokens
+        if not 0 <= removed <= seen:
+            raise ValueError(f"fork(tokens={tokens}): expected 0 to {seen}, the tokens seen")
+        if removed:
+            for layer in self.layers:
+                layer.check_crop(-removed)
+        memo: dict[int, Any] = {}
+        twin = self._copy(memo, lambda layer: layer.fork(memo))
+        if removed:
+            twin.crop(-removed)
         return twin
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot`."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self._copy(memo, lambda layer: copy.deepcopy(layer, memo))
+
+    def _copy(self, memo: dict[int, Any], copied: Callable[[CacheLayer], CacheLayer]) -> Cache:
+        # Not built anew: what the recipe says is immutable and can be the same, and layers are given.
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._context = copy.deepcopy(self._context, memo)
+        twin.layers = [copied(layer) for layer in self.layers]
+        return twin
+
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot.save`."""
         from kvrack.snapshot import save
 
-        save(self, path)
+        save(self, path, fingerprint, token_ids)
 
     def grow_to(self, count: int) -> None:
         """Create layers up to `count` of them, where the model spec says that further ones come on demand."""
@@ -273,13 +362,22 @@ class Cache:
         if layer_idx >= len(self.layers):
             raise IndexError(f"layer {layer_idx}: the cache has {len(self.layers)} layers, as its model spec says")
         layer = self.layers[layer_idx]
-        if isinstance(layer, EmptyLayer):
+        if not isinstance(layer, AttentionLayer):
+            kept = "nothing" if layer.spec.holds_nothing else "no keys and values"
             raise UnsupportedOperation(
                 self.name,
-                f"update of layer {layer_idx}, which its model spec says holds nothing,",
+                f"update of layer {layer_idx}, which its model spec says holds {kept},",
                 "Correct the spec or the layer index",
             )
-        assert isinstance(layer, AttentionLayer)
+        return layer
+
+    def _states(self, layer_idx: int) -> StateLayer:
+        self.grow_to(layer_idx + 1)
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, StateLayer):
+            raise UnsupportedOperation(
+                self.name, f"a state of layer {layer_idx}, which has none,", "Correct the spec or the layer index"
+            )
         return layer
 
     def _measured(self, layer_idx: int) -> AttentionLayer | None:
@@ -292,9 +390,9 @@ class Cache:
         return None
 
     def _for_each(self, what: str, given: int | Sequence[int]) -> Sequence[int]:
-        values = [given] * len(self.layers) if isinstance(given, int) else list(given)
-        if len(values) != len(self.layers):
-            raise ValueError(f"{what}: expected one number or {len(self.layers)}, one a layer, got {len(values)}")
+        values = [given] * self._own if isinstance(given, int) else list(given)
+        if len(values) != self._own:
+            raise ValueError(f"{what}: expected one number or {self._own}, one a layer, got {len(values)}")
         return values
 
 
@@ -308,16 +406,12 @@ def create_cache(name: str, model_spec: ModelSpec, max_length: int | None = None
             that preallocate take their size from it, others never make room beyond it.
         **config: the backend's own keys, as in `cache_config`.
 
-    Raises what `kvrack.resolve` raises, and UnsupportedOperation for a layer the backend refuses.
+    Layers with states and cross-attention layers come from companions; see `kvrack.companions`.
+
+    Raises what `kvrack.resolve` raises, and UnsupportedOperation for a layer the backend refuses, or
+    whose companion isn't installed.
     """
-    resolved = resolve(name, config)
-    if model_spec.is_encoder_decoder:
-        raise UnsupportedOperation(
-            name,
-            f"an encoder-decoder model ({model_spec.name or 'with cross-attention layers'})",
-            "They are served by kvrack-encoder-decoder: pip install kvrack-encoder-decoder",
-        )
-    return Cache(resolved, model_spec, name, max_length)
+    return Cache(resolve(name, config), model_spec, name, max_length)
 
 
 def _register_pytree() -> None:

@@ -56,6 +56,10 @@ class Codec(ABC):
     block_tokens: int = 1
     """Tokens that are encoded together: 1 where each token is, e.g. 32 for a scale per channel."""
 
+    flush_tokens: int = 1
+    """Tokens that are encoded at a time, at least, where most of the cost is by call; until then they wait
+    in the tail, exact."""
+
     relative_error: float = 1.0
     """Bound on |decoded - given|, relative to the largest magnitude in the same block, batch row and
     head; 0.0 for a codec that loses nothing. The default promises no more than that a value comes
@@ -140,6 +144,8 @@ class EncodedBuffer:
             raise self._broken(f"block_tokens is {codec.block_tokens}; expected 1 or more")
         self._block = codec.block_tokens
         self._residual = codec.residual_length
+        # Blocks that are encoded at a time, at least.
+        self._flush = max(1, codec.flush_tokens // codec.block_tokens)
         self._sinks = new_buffer(1.0)
         self._sinks.limit = codec.sink_tokens
         # Tokens that are still to come before the sinks are complete; no other token is held before.
@@ -263,16 +269,30 @@ class EncodedBuffer:
         codes = {name: tensor for name, tensor in storage.items() if name not in OWN_NAMES}
         # Not to be read off the tensors: a window may have left no block of them.
         self._rows = {name: metadata[f"rows.{name}"] for name in codes}
-        self._codes = {name: self._codes.get(name) or self._code_buffer(name) for name in codes}
+        self._codes = {name: self._codes[name] if name in self._codes else self._code_buffer(name) for name in codes}
         for name, tensor in codes.items():
             self._codes[name].restore(tensor)
+
+    def share(self, other: EncodedBuffer) -> None:
+        """Hold what `other` holds, in the same memory; see `TokenBuffer.share`.
+
+        Codes are only ever appended to, so the blocks stay shared until room for further ones is
+        wanted by both.
+        """
+        self._tail.share(other._tail)
+        self._sinks.share(other._sinks)
+        self._rows = dict(other._rows)
+        self._codes = {name: self._code_buffer(name) for name in other._codes}
+        for name, codes in self._codes.items():
+            codes.share(other._codes[name])
+        self._blocks, self._skip, self._to_sink = other._blocks, other._skip, other._to_sink
 
     # --- taking in ------------------------------------------------------------------------------
 
     @property
     def _most_tail(self) -> int:
-        """Tokens that the tail ever has: those kept exact and a block that isn't whole yet."""
-        return self._residual + self._block - 1
+        """Tokens that the tail ever has: those kept exact and blocks that aren't whole yet."""
+        return self._residual + self._flush * self._block - 1
 
     def _take_in(self, states: torch.Tensor, keep: int | None) -> None:
         leaving = 0 if keep is None else max(0, len(self) + states.shape[TOKENS] - keep)
@@ -286,6 +306,8 @@ class EncodedBuffer:
         left_codes = min(left, self._blocks)
         left_exact = (left - left_codes) * self._block
         ready = max(0, held + new - left_exact - self._residual) // self._block
+        if ready < self._flush:
+            ready = 0
         # Encoded before anything is written: a codec that raises changes nothing.
         encoded = self._encode(states, left_exact, ready) if ready else {}
         if sinking:

@@ -85,10 +85,10 @@ class BlocksLayer(EncodedLayer):
 
     def __init__(self, spec: LayerSpec, config: LayoutConfig, context: BuildContext) -> None:
         capacity = config.max_cache_len if config.max_cache_len is not None else context.max_length
-        if spec.window is None and capacity is None:
-            raise missing_capacity(context)
         self._capacity = capacity if spec.window is None else None
         super().__init__(spec, config, context)
+        if spec.window is None and capacity is None:
+            raise missing_capacity(context)
 
     def _buffer(self, codec: Codec) -> EncodedBuffer:
         context = self.context

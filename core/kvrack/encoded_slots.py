@@ -115,6 +115,8 @@ class EncodedSlots:
 
     def drop_newest(self, seen: int, left: int) -> None:
         """Forget all but the first `left` of `seen` tokens; those that are now among the newest come from codes."""
+        for codes in self._codes.values():
+            codes.drop_newest(seen, left)
         start, stop = max(0, left - self._tail.slots), min(left, seen - self._tail.slots)
         if start < stop:
             decoded = self.read(start, stop - start, 0)
@@ -134,6 +136,7 @@ class EncodedSlots:
 
     def restore(self, storage: dict[str, torch.Tensor], first: int) -> None:
         """Write what ``storage(first, count)`` of an equal buffer returned."""
+        self.release()
         self.allocate_for(storage[TAIL])
         for name, codes in self._codes.items():
             codes.put(storage[name], first)
@@ -154,6 +157,24 @@ class EncodedSlots:
         self._codes = {name: self._new_buffer() for name in memory if name not in OWN_NAMES}
         for name, piece in {**self._codes, TAIL: self._tail, SINKS: self._sinks}.items():
             piece.adopt({"": memory[name]})
+
+    def share(self, other: EncodedSlots, held: int) -> None:
+        """As `FixedBuffer.share`, for the codes; what is kept exact is a few tokens, and copied."""
+        self._codes = {name: self._new_buffer() for name in other._codes}
+        for name, codes in self._codes.items():
+            codes.share(other._codes[name], held)
+        for mine, its in ((self._tail, other._tail), (self._sinks, other._sinks)):
+            if its.data is not None:
+                mine.allocate_for(its.data)
+                mine.memory()[""].copy_(its.data)
+
+    def release(self) -> None:
+        """As `FixedBuffer.release`."""
+        for codes in self._codes.values():
+            codes.release()
+        if not all(codes.is_allocated for codes in self._codes.values()):
+            self._codes = {}
+            self._tail, self._sinks = RingBuffer(self._tail.slots), FixedBuffer(self._sinks.slots)
 
     # --- encoding and decoding ------------------------------------------------------------------
 
@@ -191,12 +212,18 @@ class EncodedSlots:
         """Return what `_read_into` writes, by operations whose shapes don't depend on `seen`."""
         like = self._like()
         out = like.new_empty((*like.shape[:TOKENS], count, like.shape[3]))
-        self._decode(first, count, out)
-        if not self._tail.slots and not self._sinks.slots:
-            return out
         where = torch.arange(count, device=position.device)
         if first:
             where = where + (position - (seen - first))
+            # By index and not as a view: the view's offset would be one more thing that a graph is made for.
+            slots = where % self.slots
+            encoded = {
+                name: codes.view(0, self.slots).index_select(TOKENS, slots) for name, codes in self._codes.items()
+            }
+        else:
+            encoded = {name: codes.view(0, count) for name, codes in self._codes.items()}
+        with torch.no_grad():
+            self.codec.decode(encoded, out)
         if self._sinks.slots:
             sinks = self._sinks.view(0, self._sinks.slots).index_select(TOKENS, where.clamp(max=self._sinks.slots - 1))
             out = torch.where((where < self.codec.sink_tokens)[:, None], sinks, out)

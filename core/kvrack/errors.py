@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 BACKEND = "cache backend"
 """What the texts below call a plugin that offers a cache; one that offers a subcommand is a "command"."""
@@ -136,5 +137,17 @@ class ShapeMismatch(KvrackError, ValueError):
     """States do not fit what the layer's first update decided. Nothing was written."""
 
 
+SnapshotFault = Literal["foreign", "newer", "other model", "truncated", "corrupted"]
+
+
 class SnapshotError(KvrackError, ValueError):
-    """A file cannot be loaded as a cache; the text says which kind of fault it has."""
+    """A file cannot be loaded as a cache.
+
+    Attributes:
+        fault: "foreign" for a file that kvrack didn't save, "newer" for a later format, "other
+            model" for another fingerprint, "truncated" or "corrupted" for one that was damaged.
+    """
+
+    def __init__(self, text: str, fault: SnapshotFault) -> None:
+        self.fault = fault
+        super().__init__(text)

@@ -6,13 +6,16 @@ its buffers, so that a compiled graph has one number to carry.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kvrack.buffer import TOKENS, check_states
 from kvrack.placement import DEVICE, Placement
+from kvrack.sharing import Sharing
+
+SelfTokens = TypeVar("SelfTokens", bound="FixedTokens")
 
 MIN_VIEW = 256
 """Slots of the shortest prefix that attention is given, where capacity allows."""
@@ -153,6 +156,10 @@ class FixedTokens(Protocol):
 
     def adopt(self, memory: dict[str, torch.Tensor]) -> None: ...
 
+    def share(self: SelfTokens, other: SelfTokens, held: int) -> None: ...
+
+    def release(self) -> None: ...
+
 
 class PlainFixedTokens(FixedTokens, Protocol):
     """What `EncodedSlots` asks besides of the buffers it keeps codes in."""
@@ -188,6 +195,8 @@ class FixedBuffer:
         self.slots = slots
         self.placement = placement
         self.data: torch.Tensor | None = None
+        self._sharing: Sharing | None = None
+        self._is_borrowed = False
 
     @property
     def is_allocated(self) -> bool:
@@ -215,7 +224,7 @@ class FixedBuffer:
         if self.fits(batch, heads, channels, dtype, device):
             return
         # The old memory goes first: both at once would double the peak.
-        self.data = None
+        self._let_go()
         shape = (batch, heads, self.copies * self.slots, channels)
         self.data = self.placement.allocate(shape, dtype, device).zero_()
         keep_address(self.data)
@@ -226,6 +235,8 @@ class FixedBuffer:
 
     def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
         """Write `states` as tokens `first` and on; `position` is `first` on the device."""
+        if self._is_borrowed:
+            self._own()
         data, new = self._data(), states.shape[TOKENS]
         if torch.compiler.is_compiling():
             data.index_copy_(TOKENS, position + torch.arange(new, device=position.device), states.detach())
@@ -264,7 +275,8 @@ class FixedBuffer:
         return self.view(first, count)
 
     def drop_newest(self, seen: int, left: int) -> None:
-        """Forget all but the first `left` of `seen` tokens: nothing to do, what is past the end is not read."""
+        """Forget all but the first `left` of `seen` tokens; what is past the end is not read, but may be lent."""
+        self._take_back(left)
 
     def storage(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """Return `count` tokens from `first` on under the empty name; {} before any allocation."""
@@ -273,6 +285,7 @@ class FixedBuffer:
     def restore(self, storage: dict[str, torch.Tensor], first: int = 0) -> None:
         """Write what ``storage(first, count)`` returned, to memory that fits it."""
         tokens = storage[""]
+        self.release()
         self.allocate_for(tokens)
         self.put(tokens, first)
 
@@ -285,12 +298,73 @@ class FixedBuffer:
         self._data().copy_(token)
 
     def memory(self) -> dict[str, torch.Tensor]:
-        """Return the whole memory under the empty name; {} before any allocation."""
-        return {} if self.data is None else {"": self.data}
+        """Return the whole memory under the empty name, to write to: nobody shares it any more. {} before any
+        allocation."""
+        if self.data is None:
+            return {}
+        if self._is_borrowed:
+            self._own()
+        self._take_back(0)
+        return {"": self.data}
 
     def adopt(self, memory: dict[str, torch.Tensor]) -> None:
         """Take what `memory()` of an equal buffer returned for its own."""
+        self._let_go()
         self.data = memory[""]
+
+    # --- sharing --------------------------------------------------------------------------------
+
+    def share(self, other: FixedBuffer, held: int) -> None:
+        """Show what `other` shows, in its memory: borrowed, and copied before the first write here.
+
+        The memory's owner writes on in place, behind the tokens that it lent, and keeps its address.
+
+        Args:
+            other: an equal buffer, the owner or another borrower.
+            held: tokens that it holds.
+        """
+        self._let_go()
+        if other.data is None:
+            return
+        if other._sharing is None:
+            other._sharing = Sharing()
+        self.data, self._sharing, self._is_borrowed = other.data, other._sharing, True
+        self._sharing.join(self, held)
+
+    def release(self) -> None:
+        """Forget what is held: memory of its own stays for the next tokens, borrowed memory is given back."""
+        self._take_back(0)
+        if self._is_borrowed:
+            self._let_go()
+
+    def _take_back(self, first: int) -> None:
+        """Be ready to write tokens `first` and on anew: who borrowed them gets a copy of the memory."""
+        if self._sharing is not None and not self._is_borrowed:
+            with Sharing.lock:
+                for borrower in self._sharing.others(self, first):
+                    borrower._own()
+
+    def _own(self) -> None:
+        """Take a copy of the borrowed memory; it happens once, whoever asks first."""
+        if torch.compiler.is_compiling():
+            self._copy_out()
+            return
+        with Sharing.lock:
+            if self._is_borrowed:
+                self._copy_out()
+
+    def _copy_out(self) -> None:
+        shared = self._data()
+        copied = self.placement.allocate(shared.shape, shared.dtype, shared.device).copy_(shared)
+        keep_address(copied)
+        self._let_go()
+        self.data = copied
+
+    def _let_go(self) -> None:
+        """Give up the memory, which lives on if others borrowed it."""
+        if self._sharing is not None and not torch.compiler.is_compiling():
+            self._sharing.leave(self)
+        self._sharing, self._is_borrowed, self.data = None, False, None
 
     def _data(self) -> torch.Tensor:
         assert self.data is not None, "used before allocate()"
@@ -333,6 +407,8 @@ class RingBuffer(FixedBuffer):
             # The second copy is read from the first token on that finds no free slot.
             super().write(states, first, position)
             return
+        if self._sharing is not None:
+            self._stop_sharing()
         data = self._data()
         if new == 1 and not torch.compiler.is_compiling():
             batch, heads, _, channels = data.shape
@@ -346,6 +422,16 @@ class RingBuffer(FixedBuffer):
         slots = (position + torch.arange(skipped, new, device=position.device)) % self.slots
         data.index_copy_(TOKENS, slots, kept)
         data.index_copy_(TOKENS, slots + self.slots, kept)
+
+    def _stop_sharing(self) -> None:
+        """Have the memory for itself before tokens are overwritten; a graph can't ask the borrowers, so it moves."""
+        if torch.compiler.is_compiling():
+            self._copy_out()
+        elif self._is_borrowed:
+            self._own()
+        else:
+            self._take_back(0)
+            self._sharing = None
 
     def view(self, first: int, count: int) -> torch.Tensor:
         """Return tokens `first` and on, oldest first, as a view; `count` is at most `slots`."""

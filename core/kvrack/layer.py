@@ -278,10 +278,27 @@ class CacheLayer(ABC):
         """Return a new, empty layer, built as this one was."""
         return type(self)(self.spec, self.config, self.context)
 
+    def fork(self: Layer, memo: dict[int, Any] | None = None) -> Layer:
+        """Return an independent layer with the same state.
+
+        A layer that can shares its memory with the fork until either writes, so that forking takes
+        the same time whatever is held; any other copies.
+
+        Args:
+            memo: copies made so far, as `copy.deepcopy` passes them on: one for the layers of a
+                cache, which share their build context, and for the layers that a layer holds.
+        """
+        return copy.deepcopy(self, memo)
+
     def __deepcopy__(self: Layer, memo: dict[int, Any]) -> Layer:
+        twin = self._empty_copy(memo)
+        twin.restore(self.storage(), self.metadata())
+        return twin
+
+    def _empty_copy(self: Layer, memo: dict[int, Any]) -> Layer:
+        """Return an empty layer for a copy of this one: in the copy of its context, and noted in `memo`."""
         twin = type(self)(self.spec, self.config, copy.deepcopy(self.context, memo))
         memo[id(self)] = twin
-        twin.restore(self.storage(), self.metadata())
         twin._home = self._home
         return twin
 
@@ -300,6 +317,11 @@ class AttentionLayer(CacheLayer):
 
     record_past: bool = False
     """Whether what a window would drop is kept until the next `crop`."""
+
+    def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> None:
+        super().__init__(spec, config, context)
+        if spec.attention is None:
+            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
 
     @abstractmethod
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -365,12 +387,37 @@ class AttentionLayer(CacheLayer):
 
 
 class StateLayer(CacheLayer):
-    """A layer that keeps fixed-size states: convolution inputs and recurrent states, several of each."""
+    """A layer that keeps fixed-size states: convolution inputs and recurrent states, several of each.
+
+    What `get_conv_state` and `get_recurrent_state` return is the state itself: a model may write to
+    it in place, which replaces an update.
+    """
+
+    record_past: bool = False
+    """Whether what a state would drop is kept until the next `crop`. Convolution inputs must then all
+    come through `update_conv_state`, and before the forward they belong to changes the recurrent state."""
+
+    @property
+    def is_compileable(self) -> bool:
+        # States have no slots; True, so that they decide nothing for the attention layers beside them.
+        return True
 
     @abstractmethod
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
-        """Take in new convolution inputs ``[batch, channels, tokens]`` and return the state a
-        convolution over the next tokens needs, ``[batch, channels, kernel_size]``."""
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """Take in the convolution inputs of new tokens, and return what the convolution over them needs.
+
+        Args:
+            conv_states: ``[batch, channels, new_tokens]``.
+            state_idx: which of the layer's states.
+            conv_kernel_size: columns that the state keeps, decided by the first update; None for as
+                many as that brings.
+
+        Returns:
+            ``[batch, channels, held + new_tokens]``: the columns held before and the new ones. Of a first
+            update the new ones alone, with zeros to their left where the kernel is longer.
+        """
 
     @abstractmethod
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
@@ -386,7 +433,7 @@ class StateLayer(CacheLayer):
 
     @abstractmethod
     def has_previous_state(self, state_idx: int | None = None) -> bool:
-        """Return whether state `state_idx`, or all of them, was updated since the last reset."""
+        """Return whether state `state_idx`, or each of them, was updated since the last reset."""
 
 
 class EmptyLayer(CacheLayer):

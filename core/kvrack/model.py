@@ -6,7 +6,7 @@ read nothing else about the model.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 AttentionKind = Literal["full", "sliding", "chunked"]
@@ -32,6 +32,7 @@ class LayerSpec:
         states: how many states of each kind (convolution, recurrent) the layer keeps.
         read_by_others: other layers read this one's returned tensors in the same step (KV
             sharing), so they stay valid to the end of the step.
+        cross_attention: the keys and values are those of an encoder's output, given once and whole.
     """
 
     attention: AttentionKind | None = "full"
@@ -41,6 +42,7 @@ class LayerSpec:
     value_head_dim: int | None = None
     states: int = 0
     read_by_others: bool = False
+    cross_attention: bool = False
 
     def __post_init__(self) -> None:
         if self.attention is not None and self.attention not in ATTENTION_KINDS:
@@ -54,6 +56,8 @@ class LayerSpec:
             )
         if not windowed and self.window is not None:
             raise ValueError(f"LayerSpec.window: only sliding and chunked layers have one, got {self.window}")
+        if self.cross_attention and (self.attention != "full" or self.states):
+            raise ValueError("LayerSpec.cross_attention: such a layer attends to all of the encoder's output, no more")
         if self.states < 0:
             raise ValueError(f"LayerSpec.states: expected 0 or more, got {self.states}")
 
@@ -71,7 +75,8 @@ class ModelSpec:
         layers: one spec per layer, in order.
         further: spec of layers past the listed ones, created when first updated; None when
             `layers` is the whole model.
-        cross_layers: the cross-attention layers of an encoder-decoder model, empty elsewhere.
+        cross_layers: the cross-attention layers of an encoder-decoder model, empty elsewhere; marked
+            `LayerSpec.cross_attention`, whether given so or not.
         max_length: longest sequence the model was made for, None when unknown.
         name: the model's own name, for messages; it never decides anything.
     """
@@ -85,6 +90,10 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers and self.further is None:
             raise ValueError("ModelSpec: no layers. List them in `layers`, or give `further` to create them on demand")
+        if self.cross_layers and self.further is not None:
+            raise ValueError("ModelSpec: layers on demand next to cross-attention layers. List them all in `layers`")
+        marked = tuple(replace(layer, cross_attention=True) for layer in self.cross_layers)
+        object.__setattr__(self, "cross_layers", marked)
 
     @classmethod
     def uniform(cls, count: int, layer: LayerSpec | None = None) -> ModelSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from kvrack.errors import CapacityExceeded, InvalidConfig
 from kvrack.fixed import FixedTokens, TokenCount, view_size
 from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
 from kvrack.model import LayerSpec
+
+Layer = TypeVar("Layer", bound="PreallocatedLayer")
 
 
 class PreallocatedLayer(AttentionLayer):
@@ -34,7 +37,7 @@ class PreallocatedLayer(AttentionLayer):
             always all slots.
 
     Raises InvalidConfig for a full layer when neither `capacity` nor the build context says how
-    many tokens will come, UnsupportedOperation for a layer without attention.
+    many tokens will come.
     """
 
     def __init__(
@@ -46,8 +49,6 @@ class PreallocatedLayer(AttentionLayer):
         attend_prefix: bool = True,
     ) -> None:
         super().__init__(spec, config, context)
-        if spec.attention is None:
-            raise self._refuse("a layer without attention", "Layers with states are kept by kvrack-mamba")
         self.record_past = False
         self._attend_prefix = attend_prefix
         self._capacity = capacity if capacity is not None else context.max_length
@@ -184,6 +185,8 @@ class PreallocatedLayer(AttentionLayer):
             self._first = min(seen, max(self._first, seen - self.spec.window + 1))
 
     def reset(self) -> None:
+        self._keys.release()
+        self._values.release()
         self._count.set(0)
         self._first = 0
         self._reshapeable = True
@@ -227,6 +230,21 @@ class PreallocatedLayer(AttentionLayer):
             self._keys.restore(of_role("keys", storage), first)
             self._values.restore(of_role("values", storage), first)
         self._first = first
+
+    def fork(self: Layer, memo: dict[int, Any] | None = None) -> Layer:
+        """As `CacheLayer.fork`: this layer keeps the memory and its address, the fork copies it before it writes."""
+        twin = self._empty_copy({} if memo is None else memo)
+        if self.record_past:
+            twin._lay_out(record_past=True)
+        seen, position = self._count.value, self._count.position
+        if not self._reshapeable and position is not None:
+            twin._keys.share(self._keys, seen)
+            twin._values.share(self._values, seen)
+            twin._count.allocate(position.device)
+            twin._reshapeable = False
+        twin._count.set(seen)
+        twin._first = self._first
+        return twin
 
     def flatten(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
         """Return the whole memory and the length as tensors, for a program that writes to them and is right

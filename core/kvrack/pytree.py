@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from kvrack.cache import Cache, create_cache
-from kvrack.model import ModelSpec
+from kvrack.cache import Cache
+from kvrack.recipe import Recipe
 
 
 def flatten(cache: Cache) -> tuple[list[torch.Tensor], str]:
@@ -31,10 +31,7 @@ def unflatten(leaves: Iterable[Any], context: str) -> Cache:
     seen; others copy them.
     """
     document = json.loads(context)
-    cache = create_cache(
-        document["backend"], ModelSpec.from_dict(document["model"]), document["max_length"], **document["config"]
-    )
-    cache.name = document["name"]
+    cache = Recipe.model_validate(document["recipe"]).build()
     cache.grow_to(len(document["layers"]))
     remaining = iter(leaves)
     for layer, described in zip(cache.layers, document["layers"], strict=True):
@@ -49,14 +46,7 @@ def _flatten(cache: Cache) -> tuple[list[tuple[str, torch.Tensor]], str]:
         tensors, metadata = layer.flatten()
         named += [(f"{index}.{name}", tensor) for name, tensor in tensors.items()]
         layers.append({"tensors": list(tensors), "metadata": metadata})
-    document = {
-        "backend": cache.backend.name,
-        "name": cache.name,
-        "config": cache.config.model_dump(mode="json"),
-        "max_length": cache.max_length,
-        "model": cache.model_spec.to_dict(),
-        "layers": layers,
-    }
+    document = {"recipe": cache.recipe().model_dump(), "layers": layers}
     return named, json.dumps(document, sort_keys=True)
 
 

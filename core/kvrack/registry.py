@@ -93,6 +93,12 @@ def _provider(entry_point: EntryPoint) -> str:
     return f"{dist.name} {dist.version}" if dist is not None else entry_point.value
 
 
+def distribution_of(name: str) -> tuple[str, str]:
+    """Return name and version of the distribution that offers a backend; empty strings where none is known."""
+    dists = [each.dist for each in installed().get(name, ()) if each.dist is not None]
+    return (dists[0].name, dists[0].version) if dists else ("", "")
+
+
 def _only_entry_point(name: str, group: str) -> EntryPoint:
     offered = installed(group).get(name, ())
     if not offered:

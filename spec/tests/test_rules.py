@@ -39,7 +39,7 @@ def test_rules_are_found_and_numbered_without_gaps_or_repeats() -> None:
     assert text.count("- **") == len(rules()) + text.count("- **What"), (
         "a rule that the pattern misses, or an id used twice"
     )
-    for letter in "BLCFSD":
+    for letter in "BLCFSXD":
         numbers = [int(rule[1:]) for rule in rules() if rule[0] == letter]
         assert numbers == list(range(1, len(numbers) + 1)), f"{letter}: {numbers}"
 

@@ -53,6 +53,16 @@ def test_static_by_inductor_in_one_graph_and_again_after_reset(model: PreTrained
         cache.reset()
 
 
+def test_fp8_in_static_layout_by_inductor_in_one_graph(model: PreTrainedModel, graphs) -> None:
+    compiled = torch.compile(model, fullgraph=True)
+    settings = {"layout": "static", "max_cache_len": 64}
+    cache = kt.create_cache(model, "fp8", **settings)
+    ids = prompt(2 * WINDOW)
+    eager = decode(model, model, kt.create_cache(model, "fp8", **settings), ids, 12)
+    assert torch.equal(decode(model, compiled, cache, ids, 12), eager)
+    assert graphs() == (1, {})
+
+
 def test_dynamic_by_inductor(plain_model: PreTrainedModel, graphs) -> None:
     compiled = torch.compile(plain_model)
     cache = kt.create_cache(plain_model, "dynamic")

@@ -63,14 +63,18 @@ def test_layers_are_built_as_the_spec_says_and_allocate_nothing():
     assert repr(cache) == "Cache('plain', 4 layers, 0 tokens, 0 bytes)"
 
 
-def test_layers_with_states_name_the_distribution_that_keeps_them():
-    with pytest.raises(kvrack.UnsupportedOperation, match="pip install kvrack-mamba"):
-        kvrack.create_cache("plain", ModelSpec(layers=(FULL, LayerSpec(attention=None, states=1))))
-
-
-def test_an_encoder_decoder_names_the_distribution_that_serves_it():
-    with pytest.raises(kvrack.UnsupportedOperation, match="pip install kvrack-encoder-decoder"):
-        kvrack.create_cache("plain", ModelSpec(layers=(FULL,), cross_layers=(FULL,)))
+@pytest.mark.parametrize(
+    ("spec", "distribution"),
+    [
+        (ModelSpec(layers=(FULL, LayerSpec(attention=None, states=1))), "kvrack-mamba"),
+        (ModelSpec(layers=(LayerSpec(states=1),)), "kvrack-mamba"),
+        (ModelSpec(layers=(FULL,), cross_layers=(FULL,)), "kvrack-encoder-decoder"),
+    ],
+)
+def test_a_missing_companion_is_named_with_its_pip_line(monkeypatch, spec, distribution):
+    monkeypatch.setattr("kvrack.companions.installed", lambda: {"plain": ()})
+    with pytest.raises(kvrack.UnsupportedOperation, match=f"^plain: .* pip install {distribution}$"):
+        kvrack.create_cache("plain", spec)
 
 
 def test_layers_are_created_on_demand_where_the_spec_has_further_ones():
@@ -370,7 +374,6 @@ def test_a_copy_has_the_same_state_and_is_independent(copied):
     assert_same(held(twin), before)
     assert (twin.name, twin.config, twin.max_length, twin.model_spec) == ("plain", cache.config, 100, MIXED)
     feed(twin, 3, seed=1)
-    twin.layers[0].keys.zero_()
     assert_same(held(cache), before)
     feed(cache, 2, seed=2)
     assert (cache.get_seq_length(), twin.get_seq_length()) == (11, 12)

@@ -508,6 +508,28 @@ class TestScratch:
         assert torch.equal(returned, kept)
         assert sum(row.role == "scratch" for row in fork.memory()) == 2
 
+    def test_blocks_stay_shared_by_the_branch_that_goes_on_first(self) -> None:
+        cache = create_cache("test-int4", ModelSpec.uniform(1), residual_length=3)
+        feed(cache.layers[0], 200)  # type: ignore[arg-type]
+        fork, other = cache.fork(), cache.fork()
+
+        def codes(each: Any) -> dict[str, int]:
+            found = each.layers[0].storage()
+            return {
+                name: tensor.data_ptr()
+                for name, tensor in found.items()
+                if name.startswith("keys") and "tail" not in name
+            }
+
+        assert codes(fork) == codes(cache) == codes(other)
+        for branch in (fork, other):
+            branch.update(states(1), states(1), 0)
+        assert codes(fork) == codes(cache) == codes(other), "no block was complete"
+        for branch in (fork, other):
+            branch.update(states(BLOCK), states(BLOCK), 0)
+        assert codes(fork) == codes(cache)
+        assert codes(other) != codes(cache)
+
     def test_it_is_used_again_and_grows_geometrically(self) -> None:
         scratch = Scratch()
         pointers = {

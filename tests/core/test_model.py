@@ -22,6 +22,14 @@ from kvrack import LayerSpec, ModelSpec
             "LayerSpec.window: only sliding and chunked layers have one, got 6",
         ),
         ({"states": -1}, "LayerSpec.states: expected 0 or more, got -1"),
+        *(
+            (fields, "LayerSpec.cross_attention: such a layer attends to all of the encoder's output, no more")
+            for fields in (
+                {"cross_attention": True, "attention": "sliding", "window": 6},
+                {"cross_attention": True, "attention": None},
+                {"cross_attention": True, "states": 1},
+            )
+        ),
     ],
 )
 def test_a_layer_spec_that_makes_no_sense_is_refused(fields, text):
@@ -64,7 +72,11 @@ def test_uniform():
 
 def test_a_model_with_cross_attention_layers_is_an_encoder_decoder():
     assert not ModelSpec.uniform(1).is_encoder_decoder
-    assert ModelSpec(layers=(LayerSpec(),), cross_layers=(LayerSpec(),)).is_encoder_decoder
+    spec = ModelSpec(layers=(LayerSpec(),), cross_layers=(LayerSpec(),))
+    assert spec.is_encoder_decoder
+    assert [layer.cross_attention for layer in (*spec.layers, *spec.cross_layers)] == [False, True]
+    with pytest.raises(ValueError, match="layers on demand next to cross-attention layers"):
+        ModelSpec(further=LayerSpec(), cross_layers=(LayerSpec(),))
 
 
 @pytest.mark.parametrize(

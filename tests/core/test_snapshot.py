@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -51,8 +53,9 @@ def assert_same(loaded: kvrack.Cache, saved: kvrack.Cache) -> None:
 
 
 def write(path: Path, document: object, tensors: dict[str, torch.Tensor] | None = None) -> None:
-    """Write a safetensors file with this description, as another program might."""
-    save_file(tensors or {}, path, metadata={"kvrack": document if isinstance(document, str) else json.dumps(document)})
+    """Write a safetensors file with this description and a right checksum of it, as another program might."""
+    text = document if isinstance(document, str) else json.dumps(document)
+    save_file(tensors or {}, path, metadata={"kvrack": text, "kvrack.checksum": str(zlib.crc32(text.encode()))})
 
 
 def description(path: Path) -> dict:
@@ -60,6 +63,14 @@ def description(path: Path) -> dict:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         return json.loads(json.loads(file.read(length))["__metadata__"]["kvrack"])
+
+
+def described(tensors: dict[str, torch.Tensor]) -> dict:
+    """Return what the description says of these tensors."""
+    return {
+        name: {"dtype": "float32", "shape": list(tensor.shape), "crc32": zlib.crc32(tensor.numpy().tobytes())}
+        for name, tensor in tensors.items()
+    }
 
 
 # --- there and back -------------------------------------------------------------------------------
@@ -162,6 +173,31 @@ def test_a_save_that_fails_leaves_the_older_file_and_nothing_half_written(tmp_pa
     assert os.listdir(tmp_path) == ["cache.safetensors"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork to be killed in")
+def test_a_save_killed_at_any_byte_leaves_the_older_file(tmp_path, monkeypatch):
+    path, newer = tmp_path / "cache.safetensors", filled(dtype=torch.float16)
+    older = filled()
+    older.save(path)
+    newer.save(tmp_path / "newer.safetensors")
+    content = (tmp_path / "newer.safetensors").read_bytes()
+    for written in [*range(0, len(content), 97), len(content)]:
+
+        def killed(tensors, filename, metadata, written=written):
+            Path(filename).write_bytes(content[:written])
+            os._exit(9)
+
+        child = os.fork()
+        if child == 0:
+            monkeypatch.setattr("kvrack.snapshot.save_file", killed)
+            newer.save(path)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 9
+        assert_same(kvrack.load(path), older)
+    newer.save(path)
+    assert_same(kvrack.load(path), newer)
+
+
 def test_saving_into_a_folder_that_is_not_there_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder at .*absent"):
         filled().save(tmp_path / "absent" / "cache.safetensors")
@@ -200,15 +236,59 @@ def test_a_truncated_file_is_told_so(tmp_path, kept):
     filled().save(path)
     whole = path.read_bytes()
     path.write_bytes(whole[:kept])
-    with pytest.raises(kvrack.SnapshotError, match="is not a whole safetensors file"):
+    with pytest.raises(kvrack.SnapshotError, match="is truncated: it has") as caught:
         kvrack.load(path)
+    assert caught.value.fault == "truncated"
 
 
 def test_bytes_that_are_no_safetensors_file_are_told_so(tmp_path):
     path = tmp_path / "cache.safetensors"
     path.write_bytes(bytes(range(256)) * 8)
-    with pytest.raises(kvrack.SnapshotError, match="is not a whole safetensors file"):
+    with pytest.raises(kvrack.SnapshotError, match="is not a safetensors file, so none that kvrack saved") as caught:
         kvrack.load(path)
+    assert caught.value.fault == "foreign"
+
+
+def test_bytes_behind_the_end_are_told_so(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    filled().save(path)
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(kvrack.SnapshotError, match=r"is corrupted: it has .* bytes, .* expected"):
+        kvrack.load(path)
+
+
+def test_a_thousand_corruptions_are_noticed(tmp_path):
+    cache = filled()
+    whole, path = tmp_path / "whole.safetensors", tmp_path / "cache.safetensors"
+    cache.save(whole)
+    content, chance = whole.read_bytes(), random.Random(0)
+    (header,) = struct.unpack("<Q", content[:8])
+    for number in range(1000):
+        damaged = bytearray(content)
+        # Half of them in the header, which is what decides what the rest means.
+        position = chance.randrange(8 + header if number % 2 else len(damaged))
+        kind = chance.choice(["bit", "byte", "zeros", "swap", "cut", "insert"])
+        if kind == "bit":
+            damaged[position] ^= 1 << chance.randrange(8)
+        elif kind == "byte":
+            damaged[position] = chance.randrange(256)
+        elif kind == "zeros":
+            damaged[position : position + 16] = bytes(len(damaged[position : position + 16]))
+        elif kind == "swap":
+            other = chance.randrange(len(damaged))
+            damaged[position], damaged[other] = damaged[other], damaged[position]
+        elif kind == "cut":
+            del damaged[position : position + chance.randrange(1, 9)]
+        else:
+            damaged[position:position] = chance.randbytes(chance.randrange(1, 9))
+        path.write_bytes(damaged)
+        try:
+            loaded = kvrack.load(path)
+        except kvrack.SnapshotError:
+            continue
+        # Nothing that means anything was changed.
+        assert_same(loaded, cache)
+        assert (loaded.config, loaded.model_spec, loaded.max_length) == (cache.config, MIXED, 40)
 
 
 @pytest.mark.parametrize(
@@ -218,20 +298,24 @@ def test_bytes_that_are_no_safetensors_file_are_told_so(tmp_path):
 def test_a_damaged_description_is_told_so(tmp_path, document):
     path = tmp_path / "cache.safetensors"
     write(path, document)
-    with pytest.raises(kvrack.SnapshotError, match=r"damaged description|has format"):
+    with pytest.raises(kvrack.SnapshotError, match=r"its description is damaged"):
         kvrack.load(path)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": 3},
-        {"model": {}},
-        {"model": {"layers": [{"attention": "banana"}]}},
+        {"recipe": {"model": 3}},
+        {"recipe": {"model": {}}},
+        {"recipe": {"model": {"layers": [{"attention": "banana"}]}}},
+        {"recipe": {"model": {"layers": [{"banana": 1}]}}},
+        {"recipe": {"config": [1, 2]}},
+        {"recipe": {"config": None}},
+        {"recipe": {"max_length": "long"}},
         {"backend": None},
-        {"config": [1, 2]},
-        {"config": None},
-        {"max_length": "long"},
+        {"token_ids": ["one"]},
+        {"tensors": {}},
+        {"tensors": {"0.keys": 3}},
         {"layers": None},
         {"layers": {}},
         {"layers": [{}, {}, {}]},
@@ -245,9 +329,12 @@ def test_a_description_that_does_not_fit_is_told_so(tmp_path, changes):
     path = tmp_path / "cache.safetensors"
     filled().save(path)
     tensors = {"0.keys": torch.zeros(2, 2, 14, 4), "0.values": torch.zeros(2, 2, 14, 3)}
-    write(path, {**description(path), **changes}, tensors)
-    with pytest.raises(kvrack.SnapshotError, match=r"damaged description|does not fit what it describes"):
+    document = {**description(path), "tensors": described(tensors)}
+    recipe = {**document["recipe"], **changes.get("recipe", {})}
+    write(path, {**document, **changes, "recipe": recipe}, tensors)
+    with pytest.raises(kvrack.SnapshotError, match=r"is corrupted: ") as caught:
         kvrack.load(path)
+    assert caught.value.fault == "corrupted"
 
 
 @pytest.mark.parametrize(
@@ -266,14 +353,62 @@ def test_a_description_that_does_not_fit_is_told_so(tmp_path, changes):
 def test_tensors_that_do_not_fit_are_told_so(tmp_path, tensors):
     path = tmp_path / "cache.safetensors"
     filled().save(path)
-    write(path, description(path), tensors)
-    with pytest.raises(kvrack.SnapshotError, match="does not fit what it describes"):
+    write(path, {**description(path), "tensors": described(tensors)}, tensors)
+    with pytest.raises(kvrack.SnapshotError, match=r"does not fit what it describes|it has a tensor"):
         kvrack.load(path)
 
 
-def test_a_backend_that_is_not_installed_is_named(tmp_path):
+def test_tensors_other_than_described_are_told_so(tmp_path):
     path = tmp_path / "cache.safetensors"
     filled().save(path)
-    write(path, {**description(path), "backend": "absent"})
+    document = description(path)
+    write(path, document, {"0.keys": torch.zeros(2, 2, 14, 4)})
+    with pytest.raises(kvrack.SnapshotError, match="its tensors are not those that it describes"):
+        kvrack.load(path)
+    tensors = {name: torch.zeros(each["shape"]) for name, each in document["tensors"].items()}
+    write(path, document, tensors)
+    with pytest.raises(kvrack.SnapshotError, match=r"the checksum of its tensor '0.keys' is wrong"):
+        kvrack.load(path)
+
+
+def test_a_backend_that_is_not_installed_is_named_with_what_to_install(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    filled().save(path)
+    document = description(path)
+    assert (document["distribution"], document["version"]) == ("plain-rack", "1.0")
+    document["recipe"]["backend"] = document["backend"] = "absent"
+    write(path, {**document, "distribution": "kvrack-absent"})
+    with pytest.raises(kvrack.UnknownBackend, match=r"unknown cache backend 'absent'.*pip install kvrack-absent"):
+        kvrack.load(path)
+    write(path, {**document, "distribution": ""})
     with pytest.raises(kvrack.UnknownBackend, match="unknown cache backend 'absent'"):
         kvrack.load(path)
+
+
+# --- what it belongs to ---------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_compared_when_it_is_given(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    cache = filled()
+    cache.save(path, fingerprint="this model", token_ids=[3, 1, 4])
+    assert_same(kvrack.load(path, fingerprint="this model"), cache)
+    assert_same(kvrack.load(path), cache)
+    with pytest.raises(
+        kvrack.SnapshotError, match=r"belongs to another model.*'this model', expected 'that'"
+    ) as caught:
+        kvrack.load(path, fingerprint="that")
+    assert caught.value.fault == "other model"
+    cache.save(path)
+    with pytest.raises(kvrack.SnapshotError, match="doesn't say for which, expected 'that'"):
+        kvrack.load(path, fingerprint="that")
+
+
+def test_a_file_is_described_without_its_tensors(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    filled().save(path, fingerprint="this model", token_ids=torch.arange(14))
+    found = kvrack.describe(path)
+    assert (found.format, found.backend, found.fingerprint) == (FORMAT_VERSION, "plain", "this model")
+    assert found.token_ids == list(range(14))
+    assert found.tensors["0.keys"].shape == [2, 2, 14, 4]
+    assert found.recipe.build().model_spec == MIXED

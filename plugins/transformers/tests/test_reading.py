@@ -70,6 +70,13 @@ def test_latent_attention_leaves_the_shapes_to_the_first_update():
     assert {layer.key_head_dim for layer in kt.model_spec(config).layers} == {None}
 
 
+@pytest.fixture
+def without_companions(monkeypatch):
+    """As where neither kvrack-mamba nor kvrack-encoder-decoder is installed."""
+    monkeypatch.setattr("kvrack.companions.installed", lambda: {"dynamic": ()})
+
+
+@pytest.mark.usefixtures("without_companions")
 def test_linear_attention_is_named_and_refused_with_the_pip_line():
     config = transformers.Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"] * 2)
     assert kinds(config) == [(None, None, 1), ("full", None, 0)] * 2
@@ -77,6 +84,7 @@ def test_linear_attention_is_named_and_refused_with_the_pip_line():
         kt.create_cache(config, "dynamic")
 
 
+@pytest.mark.usefixtures("without_companions")
 def test_encoder_decoder_is_named_and_refused_with_the_pip_line():
     config = transformers.T5Config(vocab_size=64, d_model=64, num_layers=2, num_decoder_layers=3, num_heads=4)
     spec = kt.model_spec(config)

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-_RULE = re.compile(r"^- \*\*([BLCFSD]\d+)\*\* (.+)$", re.MULTILINE)
+_RULE = re.compile(r"^- \*\*([BLCFSXD]\d+)\*\* (.+)$", re.MULTILINE)
 _VERSION = re.compile(r"^Version (\d+\.\d+)$", re.MULTILINE)
 
 UNDECLINABLE = "cannot be declined"

@@ -9,7 +9,7 @@ import torch
 
 import kvrack
 from kvrack.backend import Capabilities
-from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
+from kvrack.layer import AttentionLayer, StateLayer
 from kvrack.model import LayerSpec, ModelSpec
 
 CAPACITY = 512
@@ -78,14 +78,12 @@ class Subject:
         return layer
 
     def state_layer(self, states: int = 2) -> StateLayer | None:
-        """Return a new state layer, None where the backend keeps no states."""
-        resolved = kvrack.resolve(self.name, self.settings)
-        spec = LayerSpec(attention=None, states=states)
-        try:
-            layer: CacheLayer = resolved.backend.build_layer(spec, resolved.config, BuildContext(backend=self.name))
-        except kvrack.UnsupportedOperation:
+        """Return a new state layer, None where the backend leaves states to a companion."""
+        if not kvrack.resolve(self.name, self.settings).backend.states:
             return None
-        return layer if isinstance(layer, StateLayer) else None
+        layer = self.cache(LayerSpec(attention=None, states=states)).layers[0]
+        assert isinstance(layer, StateLayer), f"{type(layer).__name__} is not a StateLayer"
+        return layer
 
     def serves(self, kind: str) -> bool:
         """Whether layers of this kind are promised."""

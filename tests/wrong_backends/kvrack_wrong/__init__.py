@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrack import Backend, hookimpl
 
 DYNAMIC = "kvrack_dynamic.layer:DynamicConfig"
+MAMBA = "kvrack_wrong.states:StatesConfig"
 PLAIN = "kvrack.config:BackendConfig"
 INT8 = "kvrack_wrong.int8:Int8Config"
 
@@ -20,6 +21,11 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "wrong-states-reorder": ("kvrack_wrong.states:build_half_reorder", PLAIN),
     "wrong-states-crop": ("kvrack_wrong.states:build_half_crop", PLAIN),
     "wrong-states-reset": ("kvrack_wrong.states:build_forgets_reset", PLAIN),
+    "wrong-states-copies": ("kvrack_wrong.states:build_copies", MAMBA),
+    "wrong-states-move": ("kvrack_wrong.states:build_moves", MAMBA),
+    "wrong-states-halfway": ("kvrack_wrong.states:build_halfway", MAMBA),
+    "wrong-states-short": ("kvrack_wrong.states:build_short", MAMBA),
+    "wrong-hybrid-reorder": ("kvrack_wrong.states:build_attention_only", MAMBA),
 }
 for _name, _layer, _config in (
     ("repeat-forgets", "wrong_layers:RepeatForgets", DYNAMIC),
@@ -32,6 +38,7 @@ for _name, _layer, _config in (
     ("mask-too-long", "wrong_layers:MaskTooLong", DYNAMIC),
     ("mask-forgets-offset", "wrong_layers:MaskForgetsOffset", DYNAMIC),
     ("copy-shares", "wrong_layers:CopyShares", DYNAMIC),
+    ("fork-writes-through", "wrong_layers:ForkWritesThrough", DYNAMIC),
     ("save-forgets", "wrong_layers:MetadataForgets", DYNAMIC),
     ("crop-below-zero", "wrong_layers:CropBelowZero", DYNAMIC),
     ("crop-half-done", "wrong_layers:CropHalfDone", DYNAMIC),
@@ -68,9 +75,20 @@ for _name, _layer, _config in (
 ):
     BACKENDS[f"wrong-{_name}"] = (f"kvrack_wrong.{_layer}", _config)
 
+# name -> codec, with kvrack_wrong.codecs:StaticCodecConfig
+CODECS = {
+    "good-token-codec": "kvrack_wrong.codecs:TokenCodec",
+    "good-block-codec": "kvrack_wrong.codecs:BlockCodec",
+}
+
 
 @hookimpl
 def kvrack_backend(name: str) -> Backend:
     """Return the backend of this name."""
+    if name in CODECS:
+        config = "kvrack_wrong.codecs:StaticCodecConfig"
+        return Backend(name=name, summary="for the suite's own tests", codec=CODECS[name], config=config)
     layer, config = BACKENDS[name]
-    return Backend(name=name, summary="for the suite's own tests", layer=layer, config=config)
+    return Backend(
+        name=name, summary="for the suite's own tests", layer=layer, config=config, states="states:" in layer
+    )

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from kvrack import BackendConfig, BuildContext, CacheLayer, Capabilities, LayerSpec, StateLayer, resolve
+from kvrack import (
+    AttentionLayer,
+    BackendConfig,
+    BuildContext,
+    CacheLayer,
+    Capabilities,
+    HybridLayer,
+    LayerSpec,
+    StateLayer,
+    resolve,
+)
 from kvrack.layer import refuse_positive
+from kvrack_mamba.buffer import StateBuffer
+from kvrack_mamba.states import FixedStateLayer
 
 
 class PlainStateLayer(StateLayer):
@@ -19,11 +33,16 @@ class PlainStateLayer(StateLayer):
     def capabilities(self) -> Capabilities:
         return Capabilities(grows=True, offloads=True, lossless=True)
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
         name = f"conv.{state_idx}"
-        past = [self._held[name]] if name in self._held else []
-        everything = torch.cat([*past, conv_states], dim=-1)
-        width = past[0].shape[-1] if past else conv_states.shape[-1]
+        if name in self._held:
+            width = self._held[name].shape[-1]
+            everything = torch.cat([self._held[name], conv_states], dim=-1)
+        else:
+            width = conv_kernel_size or conv_states.shape[-1]
+            everything = torch.nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
         self._held[name] = everything[..., -width:].detach().clone()
         return everything
 
@@ -63,11 +82,18 @@ class PlainStateLayer(StateLayer):
 
 
 def build(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
-    """Return a state layer for a spec with states, else dynamic's layer."""
-    if spec.states:
-        return PlainStateLayer(spec, config, context)
+    """Return a state layer, dynamic's layer where the spec attends, and one that holds both for both."""
+    return _build(PlainStateLayer, spec, config, context)
+
+
+def _build(kept: type[StateLayer], spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
+    states = kept(LayerSpec(attention=None, states=spec.states), config, context)
+    if spec.attention is None:
+        return states
     inner = resolve("dynamic")
-    return inner.backend.build_layer(spec, inner.config, context)
+    attention = inner.backend.build_layer(replace(spec, states=0), inner.config, context)
+    assert isinstance(attention, AttentionLayer)
+    return HybridLayer(spec, config, context, attention, states) if spec.states else attention
 
 
 class HalfReorder(PlainStateLayer):
@@ -95,13 +121,84 @@ class ForgetsReset(PlainStateLayer):
         self._held = {name: t for name, t in self._held.items() if name.startswith("conv")}
 
 
+class StatesConfig(BackendConfig):
+    """What mamba's states need, and no other backend's name: these hold none."""
+
+    recorded_states: int = 4
+
+
+class HandsOutCopies(FixedStateLayer):
+    """Fault: what a model may write to is a copy."""
+
+    def get_conv_state(self, state_idx: int = 0) -> torch.Tensor | None:
+        state = super().get_conv_state(state_idx)
+        return None if state is None else state.clone()
+
+
+class MovesStates(FixedStateLayer):
+    """Fault: each update of a recurrent state takes new memory."""
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
+        self._recurrent[state_idx] = StateBuffer()
+        return super().update_recurrent_state(recurrent_states, state_idx)
+
+
+class GoesBackHalfway(FixedStateLayer):
+    """Fault: going back, the recurrent states stay where they are."""
+
+    def crop(self, tokens: int) -> None:
+        stayed = [None if state.view() is None else state.view().clone() for state in self._recurrent]
+        super().crop(tokens)
+        for buffer, state in zip(self._recurrent, stayed, strict=True):
+            if state is not None:
+                buffer.restore(state)
+
+
+class CountsColumnsWrongly(FixedStateLayer):
+    """Fault: convolution states go back one token short."""
+
+    def crop(self, tokens: int) -> None:
+        self.check_crop(tokens)
+        super().crop(min(0, tokens + 1))
+
+
+class ReordersAttentionOnly(HybridLayer):
+    """Fault: batch operations leave the states of a layer that attends too."""
+
+    def _replace(self, change):  # type: ignore[no-untyped-def]
+        self.attention._replace(change)
+
+
 def build_half_reorder(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
-    return HalfReorder(spec, config, context) if spec.states else build(spec, config, context)
+    return _build(HalfReorder, spec, config, context)
 
 
 def build_half_crop(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
-    return HalfCrop(spec, config, context) if spec.states else build(spec, config, context)
+    return _build(HalfCrop, spec, config, context)
 
 
 def build_forgets_reset(spec: LayerSpec, config: BackendConfig, context: BuildContext) -> CacheLayer:
-    return ForgetsReset(spec, config, context) if spec.states else build(spec, config, context)
+    return _build(ForgetsReset, spec, config, context)
+
+
+def build_copies(spec: LayerSpec, config: StatesConfig, context: BuildContext) -> CacheLayer:
+    return _build(HandsOutCopies, spec, config, context)
+
+
+def build_moves(spec: LayerSpec, config: StatesConfig, context: BuildContext) -> CacheLayer:
+    return _build(MovesStates, spec, config, context)
+
+
+def build_halfway(spec: LayerSpec, config: StatesConfig, context: BuildContext) -> CacheLayer:
+    return _build(GoesBackHalfway, spec, config, context)
+
+
+def build_short(spec: LayerSpec, config: StatesConfig, context: BuildContext) -> CacheLayer:
+    return _build(CountsColumnsWrongly, spec, config, context)
+
+
+def build_attention_only(spec: LayerSpec, config: StatesConfig, context: BuildContext) -> CacheLayer:
+    built = _build(FixedStateLayer, spec, config, context)
+    if isinstance(built, HybridLayer):
+        return ReordersAttentionOnly(spec, config, context, built.attention, built.states)
+    return built

@@ -94,6 +94,15 @@ class CopyShares(DynamicLayer):
         return twin
 
 
+class ForkWritesThrough(DynamicLayer):
+    """Fault: a fork shares the memory and neither copies before it writes."""
+
+    def fork(self, memo: dict[int, Any] | None = None) -> CacheLayer:
+        twin = copy.copy(self)
+        twin._keys, twin._values = copy.copy(self._keys), copy.copy(self._values)
+        return twin
+
+
 class MetadataForgets(DynamicLayer):
     """Fault: save forgets that the past is recorded."""
 

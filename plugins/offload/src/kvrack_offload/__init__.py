@@ -19,5 +19,6 @@ def kvrack_backend(name: str) -> Backend | None:
         name=name,
         summary=_SUMMARIES[name],
         layer="kvrack_offload.build:build_layer",
+        states=True,
         config=f"kvrack_offload.config:{_CONFIGS[name]}",
     )

@@ -105,6 +105,14 @@ class HeldBuffer:
         strip.start = strip.stop
         strip.write(tokens, strip.start)
 
+    def share(self, other: HeldBuffer) -> None:
+        """Hold what `other` holds: a copy, since what lies elsewhere belongs to one buffer."""
+        held = other.view()
+        if held is None:
+            self.clear()
+        else:
+            self.restore(held)
+
     def _open(self, form: Form) -> None:
         self._strip.open(form, self.limit if self._is_whole else None)
 
@@ -189,6 +197,15 @@ class HeldFixed:
     def fill(self, token: torch.Tensor) -> None:
         """Take `token` ``[batch, heads, 1, channels]`` for what an unused slot holds."""
         self._strip.unused = token.detach().clone()
+
+    def share(self, other: HeldFixed, held: int) -> None:
+        """Hold what `other` holds: a copy, since what lies elsewhere belongs to one buffer."""
+        if other.is_allocated:
+            self._strip.unused = other._strip.unused
+            self.put(other.view(0, min(held, self.slots)), 0)
+
+    def release(self) -> None:
+        """Forget what is held; the room stays for the next tokens."""
 
     def memory(self) -> dict[str, torch.Tensor]:
         """Return a copy of every slot under the empty name; {} before any allocation."""

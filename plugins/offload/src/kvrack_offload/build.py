@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
-from kvrack import BuildContext, LayerSpec, OffloadError, StateLayer
-from kvrack.layer import CacheLayer, Shared
+from kvrack import AttentionLayer, BuildContext, HybridLayer, LayerSpec, OffloadError, StateLayer
+from kvrack.layer import CacheLayer
 from kvrack.placement import DEVICE
 from kvrack_offload.config import PlaceConfig
 from kvrack_offload.inner import build_inner
@@ -29,18 +29,23 @@ def build_layer(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> 
     Raises what `kvrack.resolve` raises for the held backend, what that raises for the layer, and
     OffloadError for a folder that can't be written.
     """
+    if spec.attention is not None and spec.states:
+        # One layer of each kind, since the parts go different ways.
+        attention = build_layer(replace(spec, states=0), config, context)
+        states = build_layer(LayerSpec(attention=None, states=spec.states), config, context)
+        assert isinstance(attention, AttentionLayer)
+        assert isinstance(states, StateLayer)
+        return HybridLayer(spec, config, context, attention, states)
     if (
         context.placement is not DEVICE
         or not _has_place(config)
         or context.layer_index < config.resident_layers
         or (config.offload_only_non_sliding and spec.window is not None)
         or spec.read_by_others
+        or (spec.states and not config.offload_states)
     ):
         return build_inner(spec, config, context)
-    kind = type(build_inner(spec, config, replace(context, shared=Shared())))
-    if not issubclass(kind, StateLayer):
-        return OffloadedLayer(spec, config, context)
-    return (OffloadedStateLayer if config.offload_states else build_inner)(spec, config, context)
+    return (OffloadedStateLayer if spec.states else OffloadedLayer)(spec, config, context)
 
 
 def _has_place(config: PlaceConfig) -> bool:

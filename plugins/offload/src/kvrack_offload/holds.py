@@ -213,14 +213,18 @@ class StorageHold(Hold[Layer]):
         return away
 
     def _store(self) -> None:
+        self._put_away()
+        if self._blobs:
+            self._sit()
+
+    def _put_away(self) -> None:
+        """Write what the inner layer holds elsewhere."""
         storage = self.inner.storage()
         self._blobs = {name: self._blobs.get(name) or Blob(self.station) for name in storage}
         for name, tensor in storage.items():
             self._blobs[name].write(tensor)
         self._metadata = self.inner.metadata()
         self._want(False)
-        if self._blobs:
-            self._sit()
 
     def _sit(self) -> None:
         """Take a slot, so that no more layers are loaded than there are slots."""
@@ -241,3 +245,36 @@ class StorageHold(Hold[Layer]):
         self._is_loaded = not self._blobs
         if self._is_loaded:
             self.inner.restore({}, self._metadata)
+
+
+class StateHold(StorageHold[Layer]):
+    """Of a layer of states: they travel out when the slot is needed, since a model may write to them in place."""
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Layer]:
+        try:
+            yield self.reading()
+        finally:
+            self._sit()
+
+    def reading(self) -> Layer:
+        if not self._is_loaded:
+            super().reading()
+        return self.inner
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        return self.inner.storage() if self._is_loaded else super().shapes()
+
+    def elsewhere(self) -> list[Elsewhere]:
+        # While the states are here they are the whole of it; what lies elsewhere is out of date.
+        return [] if self._is_loaded else super().elsewhere()
+
+    def _sit(self) -> None:
+        if storage := self.inner.storage():
+            self.station.take(0, 0, next(iter(storage.values())).device)
+
+    def _unload(self) -> None:
+        if self._is_loaded:
+            with self.station.transaction():
+                self._put_away()
+        super()._unload()

@@ -64,6 +64,16 @@ class Offloaded(CacheLayer):
             inner.reset()
         self._home = None
 
+    @property
+    def record_past(self) -> bool:
+        """Whether what a window or a state would drop is kept until the next `crop`."""
+        return bool(getattr(self._hold.reading(), "record_past", False))
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        with self._hold.changing() as inner:
+            setattr(inner, "record_past", value)  # noqa: B010  (CacheLayer itself has no such attribute)
+
     def activate_past_recording(self) -> None:
         with self._hold.changing() as inner:
             inner.activate_past_recording()
@@ -111,10 +121,6 @@ class OffloadedLayer(Offloaded, AttentionLayer):
         assert isinstance(inner, AttentionLayer)
         return inner
 
-    @property
-    def record_past(self) -> bool:  # type: ignore[override]
-        return self._attention.record_past
-
     # Threads, files and streams are none of a graph's business: it breaks here, around the whole of it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,7 +160,8 @@ class OffloadedLayer(Offloaded, AttentionLayer):
 
 
 class OffloadedStateLayer(Offloaded, StateLayer):
-    """A state layer whose states lie elsewhere, and travel whole: each update replaces them."""
+    """A state layer whose states lie elsewhere, and travel whole: out when another layer needs the slot, since until
+    then a model may write to them in place."""
 
     @property
     def _states(self) -> StateLayer:
@@ -163,10 +170,12 @@ class OffloadedStateLayer(Offloaded, StateLayer):
         return inner
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
         with self._hold.updating(1) as inner:
             assert isinstance(inner, StateLayer)
-            return inner.update_conv_state(conv_states, state_idx)
+            return inner.update_conv_state(conv_states, state_idx, conv_kernel_size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0) -> torch.Tensor:

@@ -13,8 +13,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvrack_transformers.cache import TransformersCache, create_cache
+    from kvrack_transformers.cache import TransformersCache
+    from kvrack_transformers.creating import create_cache, wrap
     from kvrack_transformers.enabling import disable, enable, is_enabled
+    from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
     from kvrack_transformers.fallback import generate
     from kvrack_transformers.reading import UnknownLayerType, model_spec
 
@@ -22,13 +24,15 @@ __version__ = version("kvrack-transformers")
 
 _LATE = {
     "TransformersCache": "kvrack_transformers.cache",
+    "TransformersEncoderDecoderCache": "kvrack_transformers.encoder_decoder",
     "UnknownLayerType": "kvrack_transformers.reading",
-    "create_cache": "kvrack_transformers.cache",
+    "create_cache": "kvrack_transformers.creating",
     "disable": "kvrack_transformers.enabling",
     "enable": "kvrack_transformers.enabling",
     "generate": "kvrack_transformers.fallback",
     "is_enabled": "kvrack_transformers.enabling",
     "model_spec": "kvrack_transformers.reading",
+    "wrap": "kvrack_transformers.creating",
 }
 
 
@@ -40,6 +44,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "TransformersCache",
+    "TransformersEncoderDecoderCache",
     "UnknownLayerType",
     "create_cache",
     "disable",
@@ -47,4 +52,5 @@ __all__ = [
     "generate",
     "is_enabled",
     "model_spec",
+    "wrap",
 ]

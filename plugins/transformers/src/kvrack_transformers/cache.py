@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as HFCache
 
 import kvrack
 from kvrack.cache import MemoryRow
-from kvrack.layer import CacheLayer, EmptyLayer
+from kvrack.layer import CacheLayer, EmptyLayer, StateLayer
 from kvrack_transformers import versions
-from kvrack_transformers.reading import model_spec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+from kvrack_transformers.layer_states import LayerStates
 
 
 class TransformersCache(HFCache):
@@ -42,9 +39,11 @@ class TransformersCache(HFCache):
     # --- what models and masks ask --------------------------------------------------------------
 
     @property
-    def layers(self) -> list[CacheLayer]:  # type: ignore[override]
-        """The kvrack layers, in order."""
-        return self.rack.layers
+    def layers(self) -> list[CacheLayer | LayerStates]:  # type: ignore[override]
+        """The kvrack layers, in order; for releases whose models read states there, as those read them."""
+        if versions.READS_STATES_FROM_LAYERS:
+            return [LayerStates(layer) if isinstance(layer, StateLayer) else layer for layer in self.rack.layers]
+        return self.rack.layers  # type: ignore[return-value]
 
     def __len__(self) -> int:
         return len(self.rack)
@@ -73,6 +72,35 @@ class TransformersCache(HFCache):
         keywords, in late ones) say nothing that a kvrack layer needs.
         """
         return self.rack.update(key_states, value_states, layer_idx)
+
+    def update_conv_state(  # type: ignore[override]
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+    ) -> torch.Tensor:
+        """Take in new convolution inputs and return what the convolution needs; see `kvrack.StateLayer`."""
+        returned = self.rack.update_conv_state(conv_states, layer_idx, state_idx, conv_kernel_size)
+        if versions.RETURNS_WHOLE_CONV_STATE:
+            return returned
+        state = self.rack.get_conv_state(layer_idx, state_idx)
+        assert state is not None
+        return state
+
+    def update_recurrent_state(  # type: ignore[override]
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
+        return self.rack.update_recurrent_state(recurrent_states, layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.rack.get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.rack.get_recurrent_state(layer_idx, state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.rack.has_previous_state(layer_idx, state_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.rack.get_seq_length(layer_idx)
@@ -147,10 +175,21 @@ class TransformersCache(HFCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` tokens; in releases whose own crop takes the length to
         keep, a positive number is that."""
-        self.rack.crop(versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length()))
+        tokens = versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length())
+        if tokens and not versions.RECORDS_STATES and any(isinstance(layer, StateLayer) for layer in self.rack.layers):
+            raise kvrack.UnsupportedOperation(
+                self.rack.name,
+                f"crop({tokens}) of states in transformers before 5.21",
+                "Its models don't say what happens to them: upgrade transformers, or call reset() and start anew",
+            )
+        self.rack.crop(tokens)
 
     def activate_past_recording(self) -> None:
-        self.rack.activate_past_recording()
+        """From now on keep what a later `crop` needs; states are left out, and so refuse to be cropped, in
+        releases whose models don't say all that happens to them."""
+        for layer in self.rack.layers:
+            if versions.RECORDS_STATES or not isinstance(layer, StateLayer):
+                layer.activate_past_recording()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.rack.reorder_cache(beam_idx)
@@ -180,29 +219,13 @@ class TransformersCache(HFCache):
         """Bytes by layer, role and device; see `kvrack.Cache.memory`."""
         return self.rack.memory()
 
-    def fork(self) -> TransformersCache:
-        """Return an independent cache with the same state."""
-        return TransformersCache(self.rack.fork())
+    def fork(self, tokens: int | None = None) -> TransformersCache:
+        """Return an independent cache with the same state, or that of its first `tokens`; see `kvrack.Cache.fork`."""
+        return TransformersCache(self.rack.fork(tokens))
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``."""
-        self.rack.save(path)
-
-
-def create_cache(
-    model: PreTrainedModel | PreTrainedConfig, name: str, *, max_length: int | None = None, **config: Any
-) -> TransformersCache:
-    """Return a new, empty cache for `model`, to pass as ``past_key_values=`` (or ``cache=``).
-
-    Args:
-        model: the model, or its config.
-        name: a `cache_implementation` string.
-        max_length: tokens that prompt and answer will have together, None when unknown.
-        **config: the backend's keys, as in `cache_config`.
-
-    Raises what `kvrack.create_cache` raises, and UnknownLayerType.
-    """
-    return TransformersCache(kvrack.create_cache(name, model_spec(model), max_length, **config))
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``; see `kvrack.Cache.save`."""
+        self.rack.save(path, fingerprint, token_ids)
 
 
 torch.utils._pytree.register_pytree_node(

@@ -20,8 +20,10 @@ from transformers.generation.configuration_utils import GenerationMode
 import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
-from kvrack_transformers.cache import TransformersCache, create_cache
-from kvrack_transformers.versions import CACHE_ARGUMENT, VALIDATE_TAKES_USER_ATTRIBUTES
+from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.creating import create_cache
+from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
+from kvrack_transformers.versions import VALIDATE_TAKES_USER_ATTRIBUTES, cache_argument
 
 logger = logging.getLogger("kvrack.transformers")
 
@@ -145,7 +147,8 @@ def _prepare_cache_for_generation(
     """Build the kvrack cache that `cache_implementation` names; anything else is left to transformers."""
     assert _originals is not None
     name = generation_config.cache_implementation
-    given = model_kwargs.get(CACHE_ARGUMENT)
+    argument = cache_argument(self)
+    given = model_kwargs.get(argument)
     answer: bool | None = None
     drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or getattr(generation_config, "is_assistant", False)
     if (
@@ -161,13 +164,13 @@ def _prepare_cache_for_generation(
         asked = getattr(generation_config, "max_cache_len", None) or 0
         # The last drafts may reach past the longest answer before they are rolled back.
         ahead = _drafted_tokens(generation_config) if drafts else 0
-        model_kwargs[CACHE_ARGUMENT] = create_cache(
+        model_kwargs[argument] = create_cache(
             self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
         if (built := _built.get()) is not None:
-            built.append(model_kwargs[CACHE_ARGUMENT])
-    cache = model_kwargs.get(CACHE_ARGUMENT)
-    if drafts and isinstance(cache, TransformersCache):
+            built.append(model_kwargs[argument])
+    cache = model_kwargs.get(argument)
+    if drafts and isinstance(cache, TransformersCache | TransformersEncoderDecoderCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
         cache.activate_past_recording()
     return answer

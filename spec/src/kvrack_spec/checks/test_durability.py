@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,14 @@ def _expect_continues(subject: Subject, copied: kvrack.Cache, cache: kvrack.Cach
         expect_same(_layer(copied), _layer(cache), *subject.states(1, shape, seed))
 
 
+def _crops(layer: AttentionLayer, removed: int) -> bool:
+    try:
+        layer.check_crop(-removed)
+    except kvrack.UnsupportedOperation:
+        return False
+    return True
+
+
 COPIES: dict[str, Callable[[kvrack.Cache], kvrack.Cache]] = {
     "deepcopy": copy.deepcopy,
     "fork": lambda cache: cache.fork(),
@@ -53,20 +63,68 @@ def test_a_copy_continues_the_same(subject: Subject, kind: str, way: str) -> Non
 
 
 @pytest.mark.rule("D2")
-@pytest.mark.parametrize("way", COPIES)
-def test_a_copy_shares_nothing(subject: Subject, kind: str, way: str) -> None:
+def test_a_deepcopy_shares_no_memory(subject: Subject, kind: str) -> None:
     for fill in FILLS:
         cache = _cache(subject, kind, fill)
-        twin = COPIES[way](cache)
+        twin = copy.deepcopy(cache)
         # Kept, since what is brought as a copy leaves its address to the next.
         storage = _layer(cache).storage()
         memories = {tensor.untyped_storage().data_ptr() for tensor in storage.values() if tensor.numel()}
         for name, tensor in _layer(twin).storage().items():
             shared = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in memories
             expect(not shared, f"storage()[{name!r}] of a copy in memory of its own", "memory shared with the original")
-        with Unchanged(_layer(cache), "updates of its copy"):
-            subject.fill(_layer(twin), 0, 5)
-            _layer(twin).reset()
+
+
+@pytest.mark.rule("D2")
+def test_a_copy_and_its_original_leave_each_other_alone(subject: Subject, kind: str) -> None:
+    for fill, way in itertools.product(FILLS, COPIES):
+        cache = _cache(subject, kind, fill)
+        for changed, other in ((COPIES[way](cache), cache), (cache, COPIES[way](cache))):
+            with Unchanged(_layer(other), f"what was done to its {way}"):
+                subject.fill(_layer(changed), 0, 5)
+                for removed in (1, 7):
+                    # Up to a token that both had.
+                    if _crops(_layer(changed), removed):
+                        changed.crop(-removed)
+                        subject.fill(_layer(changed), 0, 2)
+                _layer(changed).reset()
+                subject.fill(_layer(changed), 3, 1)
+
+
+@pytest.mark.rule("D7")
+def test_branches_go_on_as_caches_of_their_own(subject: Subject, kind: str) -> None:
+    for fill in FILLS:
+        branches = [_cache(subject, kind, fill)]
+        branches += [branches[0].fork(), branches[0].fork()]
+        branches.append(branches[1].fork())
+        alone = [_cache(subject, kind, fill) for _ in branches]
+        for step in range(6):
+            for index, (branch, other) in enumerate(zip(branches, alone, strict=True)):
+                expect_same(_layer(branch), _layer(other), *subject.states(1, seed=100 * index + step))
+
+
+@pytest.mark.rule("D7")
+@pytest.mark.capability("crops")
+def test_a_branch_at_an_earlier_point(subject: Subject) -> None:
+    for prefill, steps in FILLS:
+        cache = _cache(subject, "full", (prefill, steps))
+        held = prefill + steps
+        for removed in (0, 1, 2, held):
+            if not _crops(_layer(cache), removed):
+                with pytest.raises(kvrack.UnsupportedOperation):
+                    cache.fork(tokens=held - removed)
+                continue
+            with Unchanged(_layer(cache), f"fork(tokens={held - removed})"):
+                branch = cache.fork(tokens=held - removed)
+                expect_equal(branch.get_seq_length(), held - removed, f"length of fork(tokens={held - removed})")
+                subject.fill(_layer(branch), 0, 3)
+            wanted = copy.deepcopy(cache)
+            wanted.crop(-removed)
+            subject.fill(_layer(wanted), 0, 3)
+            _expect_continues(subject, branch, wanted)
+        for wrong in (-1, held + 1):
+            with pytest.raises(ValueError, match="tokens seen"):
+                cache.fork(tokens=wrong)
 
 
 @pytest.mark.rule("D3")
@@ -111,6 +169,31 @@ def test_a_saved_cache_is_one_plain_file(subject: Subject, kind: str, tmp_path: 
     wanted = sorted(f"0.{name}" for name in _layer(cache).storage())
     expect_equal(names, wanted, "tensors in the file")
     expect_equal(document["backend"], cache.backend.name, "backend in the file")
+
+
+@pytest.mark.rule("D8")
+def test_a_damaged_file_is_never_another_cache(subject: Subject, tmp_path: Path) -> None:
+    cache = _cache(subject, "full", (55, 30))
+    path = tmp_path / "cache.safetensors"
+    cache.save(path, fingerprint="this model")
+    content, chance = path.read_bytes(), random.Random(0)
+    for _ in range(60):
+        damaged = bytearray(content)
+        position = chance.randrange(len(damaged))
+        if chance.random() < 0.2:
+            del damaged[position:]
+        else:
+            damaged[position] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            loaded = kvrack.load(path, subject.device)
+        except kvrack.SnapshotError:
+            continue
+        _expect_continues(subject, loaded, copy.deepcopy(cache))
+    path.write_bytes(content)
+    with pytest.raises(kvrack.SnapshotError, match="another model"):
+        kvrack.load(path, subject.device, fingerprint="another model")
+    _expect_continues(subject, kvrack.load(path, subject.device, fingerprint="this model"), cache)
 
 
 @pytest.mark.rule("D5")

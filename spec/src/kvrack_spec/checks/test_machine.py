@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -23,6 +26,7 @@ import kvrack
 from kvrack.layer import AttentionLayer
 from kvrack_spec.compare import Unchanged, expect_matching, oracle_of, see, tolerance
 from kvrack_spec.expect import Broken, expect_equal
+from kvrack_spec.oracle import Oracle
 from kvrack_spec.subject import Shape, Subject
 
 Answer = TypeVar("Answer")
@@ -46,6 +50,16 @@ SETTINGS = settings(
 QUICK = settings(SETTINGS, max_examples=10, phases=(Phase.generate,))
 
 
+@dataclass(frozen=True)
+class Branch:
+    """What a fork left aside: a layer, the oracle beside it, its rows, and how often it was cropped."""
+
+    layer: AttentionLayer
+    oracle: Oracle
+    batch: int
+    crops: int
+
+
 class CacheMachine(RuleBasedStateMachine):
     """One layer, and the oracle beside it. `trace` is the sequence so far, for the report."""
 
@@ -59,6 +73,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.batch = 2
         self.given = 0
         self.crops = 0
+        self.branches: list[Branch] = []
         self.trace: list[str] = []
 
     def _say(self, operation: str) -> None:
@@ -159,14 +174,42 @@ class CacheMachine(RuleBasedStateMachine):
         other.reset()
         self._look(look)
 
-    @rule(look=LOOK)
-    def fork(self, look: bool) -> None:
-        self._say("fork")
-        cache = self.subject.cache(self.layer.spec)
-        cache.layers[0] = self.layer
-        forked = self._broken_after(cache.fork).layers[0]
+    @rule(go_on=st.booleans(), look=LOOK)
+    def fork(self, go_on: bool, look: bool) -> None:
+        """Branch, go on with either, and keep the other to come back to."""
+        self._say(f"fork, going on with the {'fork' if go_on else 'original'}")
+        forked = self._broken_after(self._cache().fork).layers[0]
         assert isinstance(forked, AttentionLayer)
-        self.layer = forked
+        kept, self.layer = (self.layer, forked) if go_on else (forked, self.layer)
+        self.branches = [*self.branches[-2:], Branch(kept, self.oracle.copy(), self.batch, self.crops)]
+        if look:
+            self.update(1)
+            for _ in range(2):
+                self._go_to(len(self.branches) - 1)
+                self.update(1)
+
+    @precondition(lambda self: self.branches)
+    @rule(data=st.data(), look=LOOK)
+    def switch(self, data: st.DataObject, look: bool) -> None:
+        self._go_to(data.draw(st.integers(0, len(self.branches) - 1)))
+        self._look(look)
+
+    def _go_to(self, index: int) -> None:
+        """Go on with the branch of this index, and leave the present one in its place."""
+        self._say(f"going on with branch {index}")
+        found = self.branches[index]
+        self.branches[index] = Branch(self.layer, self.oracle, self.batch, self.crops)
+        self.layer, self.oracle, self.batch, self.crops = found.layer, found.oracle, found.batch, found.crops
+
+    @rule(look=LOOK)
+    def save_and_load(self, look: bool) -> None:
+        self._say("save and load")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cache.safetensors"
+            self._broken_after(lambda: self._cache().save(path))
+            loaded = self._broken_after(lambda: kvrack.load(path, self.subject.device)).layers[0]
+        assert isinstance(loaded, AttentionLayer)
+        self.layer = loaded
         self._look(look)
 
     @precondition(lambda self: self.promised.offloads)
@@ -180,6 +223,12 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def length_is_the_oracles(self) -> None:
         self._broken_after(lambda: expect_equal(self.layer.get_seq_length(), self.oracle.length, "get_seq_length()"))
+
+    def _cache(self) -> kvrack.Cache:
+        """Return a cache of the layer."""
+        cache = self.subject.cache(self.layer.spec)
+        cache.layers[0] = self.layer
+        return cache
 
     def _broken_after(self, call: Callable[[], Answer]) -> Answer:
         """Call, and say in what breaks after which operations it did."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
 import kvrack
-from kvrack.layer import StateLayer
-from kvrack_spec.compare import same_bits
+from kvrack.layer import AttentionLayer, StateLayer
+from kvrack.model import LayerSpec
+from kvrack_spec.compare import expect_same, same_bits
 from kvrack_spec.expect import broken, expect, expect_equal
-from kvrack_spec.subject import Subject
+from kvrack_spec.session import DECLINED
+from kvrack_spec.subject import Shape, Subject
 
 KERNEL = 4
 STATES = (0, 1)
@@ -57,28 +61,27 @@ def _expect_states(layer: StateLayer, wanted: list[torch.Tensor], what: str) -> 
 
 
 @pytest.mark.rule("S1")
-@pytest.mark.parametrize("first", [KERNEL, 9])
-def test_conv_state_holds_the_newest_columns(subject: Subject, layer: StateLayer, first: int) -> None:
+@pytest.mark.parametrize(("first", "kernel"), [(KERNEL, None), (9, KERNEL), (2, KERNEL)])
+def test_conv_state_holds_the_newest_columns(
+    subject: Subject, layer: StateLayer, first: int, kernel: int | None
+) -> None:
     for index in STATES:
         expect(layer.get_conv_state(index) is None, "get_conv_state None before the first update", "a state")
         everything = torch.empty(0)
         for step, columns in enumerate((first, 1, 1, 2)):
             new = _conv(subject, columns, seed=step + 10 * index)
-            returned = layer.update_conv_state(new, index)
-            everything = new if step == 0 else torch.cat([everything, new], dim=-1)
-            count = min(returned.shape[-1], everything.shape[-1])
-            expect(count >= columns, f"at least the {columns} new columns returned", f"{count}")
-            expect(
-                same_bits(returned[..., -count:], everything[..., -count:]),
-                "the newest columns, after those held before",
-                "others",
-            )
+            returned = layer.update_conv_state(new, index, kernel)
+            if step == 0:
+                everything = torch.nn.functional.pad(new, (KERNEL, 0))
+                wanted = everything[..., -max(columns, KERNEL) :]
+            else:
+                everything = torch.cat([everything, new], dim=-1)
+                wanted = everything[..., -columns - KERNEL :]
+            expect(same_bits(returned, wanted), "the columns held before, then the new ones, returned", "others")
             held = layer.get_conv_state(index)
             if held is None:
                 broken("get_conv_state after an update", None)
-            kept = held.shape[-1]
-            expect(kept <= first, f"at most the {first} columns of the first update held", kept)
-            expect(same_bits(held, everything[..., -kept:]), f"the newest {kept} columns held", "others")
+            expect(same_bits(held, everything[..., -KERNEL:]), f"the newest {KERNEL} columns held", "others")
 
 
 @pytest.mark.rule("S2")
@@ -133,6 +136,144 @@ def test_crop_moves_every_state_or_none(subject: Subject, layer: StateLayer) -> 
         return
     changed = [not same_bits(now, old) for now, old in zip(_read(layer), before, strict=True)]
     expect(all(changed), "every state put back by crop(-1)", f"put back: {changed}")
+
+
+@pytest.mark.rule("S8")
+def test_conv_states_go_back_by_tokens(subject: Subject, layer: StateLayer) -> None:
+    if not layer.capabilities.records_past:
+        pytest.skip(f"{DECLINED}records_past")
+    layer.activate_past_recording()
+    given: list[list[torch.Tensor]] = [[], []]
+    for step, columns in enumerate((2, 5, 1, 1)):
+        for index in STATES:
+            given[index].append(_conv(subject, columns, seed=step + 10 * index))
+            layer.update_conv_state(given[index][-1], index, KERNEL)
+    for tokens in (1, 3, 8):
+        cropped = copy.deepcopy(layer)
+        expect(cropped.is_croppable, "is_croppable of recorded convolution states", False)
+        cropped.crop(-tokens)
+        for index in STATES:
+            held = cropped.get_conv_state(index)
+            everything = torch.nn.functional.pad(torch.cat(given[index], dim=-1), (KERNEL, 0))
+            wanted = everything[..., :-tokens][..., -KERNEL:]
+            expect(held is not None and same_bits(held, wanted), f"the columns before the last {tokens}", "others")
+    layer.crop(-9)
+    expect_equal(layer.has_previous_state(), False, "has_previous_state() after every token was removed")
+
+
+@pytest.mark.rule("S9")
+def test_recurrent_states_go_back_to_a_forward_or_nowhere(subject: Subject, layer: StateLayer) -> None:
+    if not layer.capabilities.records_past:
+        pytest.skip(f"{DECLINED}records_past")
+    layer.activate_past_recording()
+    before = {}
+    for step, columns in enumerate((5, 1, 2)):
+        before[sum((5, 1, 2)[step:])] = None if step == 0 else _read(layer)
+        for index in STATES:
+            layer.update_conv_state(_conv(subject, columns, seed=step + 10 * index), index, KERNEL)
+            layer.update_recurrent_state(_recurrent(subject, seed=step + 10 * index), index)
+    now = _read(layer)
+    moved = []
+    for tokens in range(1, 8):
+        cropped = copy.deepcopy(layer)
+        try:
+            cropped.crop(-tokens)
+        except kvrack.UnsupportedOperation as error:
+            expect("records_past" in str(error), "the refusal to name records_past", str(error))
+            _expect_states(cropped, now, "as before a refused crop")
+            continue
+        wanted = before.get(tokens)
+        expect(wanted is not None, "crop to the middle of a forward to be refused", f"crop(-{tokens}) done")
+        _expect_states(cropped, wanted or [], f"as before the forward that began {tokens} tokens ago")
+        moved.append(tokens)
+    expect(2 in moved, "crop(-2) to put back the states before the last forward", "refused")
+
+
+@pytest.mark.rule("S10")
+def test_what_a_model_writes_in_place_is_the_state(subject: Subject, layer: StateLayer) -> None:
+    _fill(subject, layer)
+    twin = copy.deepcopy(layer)
+    written = []
+    for number, (read, index) in enumerate(
+        (read, index) for read in (layer.get_conv_state, layer.get_recurrent_state) for index in STATES
+    ):
+        state = read(index)
+        if state is None:
+            broken("a state after an update", None)
+        written.append(torch.full_like(state, float(number)))
+        state.copy_(written[-1])
+    _expect_states(layer, written, "as the model wrote it in place")
+    _expect_states(copy.deepcopy(layer), written, "in a copy, as the model wrote it in place")
+    layer.reorder_cache(torch.tensor([0, 1, 2], device=subject.device))
+    _expect_states(layer, written, "after reorder_cache, as the model wrote it in place")
+    if any(same_bits(left, right) for left, right in zip(_read(twin), written, strict=True)):
+        broken("a copy made before to keep its own states", "the written ones")
+
+
+@pytest.mark.rule("S11")
+def test_states_keep_their_address(subject: Subject, layer: StateLayer) -> None:
+    if not layer.capabilities.stable_address:
+        pytest.skip(f"{DECLINED}stable_address")
+    _fill(subject, layer)
+    first = {name: tensor.data_ptr() for name, tensor in layer.storage().items()}
+    _fill(subject, layer)
+    layer.reorder_cache(torch.tensor([2, 0, 1], device=subject.device))
+    seen = {name: tensor.data_ptr() for name, tensor in layer.storage().items()}
+    expect_equal(seen, first, "addresses after further updates and reorder_cache")
+
+
+def _hybrid(subject: Subject) -> kvrack.Cache:
+    cache = subject.cache(LayerSpec(states=len(STATES)))
+    layer = cache.layers[0]
+    kept = isinstance(layer, AttentionLayer), isinstance(layer, StateLayer)
+    expect_equal(kept, (True, True), "a layer that attends and has states, (AttentionLayer, StateLayer)")
+    return cache
+
+
+def _parts(cache: kvrack.Cache) -> tuple[AttentionLayer, StateLayer]:
+    layer = cache.layers[0]
+    assert isinstance(layer, AttentionLayer)
+    assert isinstance(layer, StateLayer)
+    return layer, layer
+
+
+@pytest.mark.rule("S12")
+@pytest.mark.parametrize("operation", ["batch", "copies", "reset", "refused crop"])
+def test_a_layer_with_attention_and_states_acts_on_both(
+    subject: Subject, layer: StateLayer, operation: str, tmp_path: Path
+) -> None:
+    cache, alone = _hybrid(subject), subject.layer()
+    attention, states = _parts(cache)
+    for new in (9, 1):
+        expect_same(attention, alone, *subject.states(new, seed=new))
+    _fill(subject, states)
+    _fill(subject, layer)
+    rows = torch.tensor([2, 0], device=subject.device)
+    if operation == "batch":
+        for each in (states, alone, layer):
+            each.batch_repeat_interleave(2)
+            each.reorder_cache(torch.tensor([5, 1, 0, 4, 2, 3], device=subject.device))
+            each.batch_select_indices(rows)
+    elif operation == "copies":
+        cache.offload(0)
+        copy.deepcopy(cache).save(tmp_path / "cache.safetensors")
+        cache = kvrack.load(tmp_path / "cache.safetensors")
+        if subject.device != "cpu":
+            cache.layers[0].to(subject.device)
+    elif operation == "reset":
+        for each in (states, alone, layer):
+            each.reset()
+        _fill(subject, states)
+        _fill(subject, layer)
+    elif operation == "refused crop":
+        with contextlib.suppress(kvrack.UnsupportedOperation):
+            cache.crop(-1)
+            alone.crop(-1)
+    attention, states = _parts(cache)
+    if operation != "refused crop" or attention.get_seq_length() == alone.get_seq_length():
+        _expect_states(states, _read(layer), f"of a layer with attention, after {operation}")
+    shape = Shape(batch=2 if operation == "batch" else 3)
+    expect_same(attention, alone, *subject.states(1, shape, seed=44))
 
 
 @pytest.mark.rule("S6")

@@ -1,0 +1,157 @@
+"""TransformersEncoderDecoderCache: a kvrack cache that transformers takes for one of its encoder-decoder caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache
+
+import kvrack
+from kvrack.cache import MemoryRow
+from kvrack_transformers.cache import TransformersCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class CrossAttentionCache(TransformersCache):
+    """The cross-attention layers, as models read and fill them.
+
+    T5Gemma's `generate` makes this cache anew from its class and a config, to be rid of the decoder's
+    windows. kvrack's has none, so what is made so holds nothing and stands for the one it replaces.
+
+    Args:
+        rack: the kvrack cache of these layers; None where generate makes one.
+        config: unused; what generate gives.
+        offloading: unused; what generate gives.
+    """
+
+    def __init__(
+        self, rack: kvrack.Cache | None = None, config: PreTrainedConfig | None = None, offloading: bool = False
+    ) -> None:
+        self.is_stand_in = rack is None
+        if rack is not None:
+            super().__init__(rack)
+
+
+class TransformersEncoderDecoderCache(EncoderDecoderCache):
+    """A kvrack cache as `transformers.EncoderDecoderCache`, to pass as ``past_key_values=`` (or ``cache=``).
+
+    It derives from transformers' class because models ask `isinstance`. What it holds is kvrack's.
+
+    Attributes:
+        rack: the kvrack cache, the decoder's own layers and those of cross-attention together.
+        self_attention_cache: the decoder's own layers.
+        is_updated: for each layer whether the encoder's output is held; models set and read it.
+    """
+
+    layer_class_to_replicate = None
+    offloading = False
+
+    def __init__(self, rack: kvrack.Cache) -> None:
+        self.rack = rack
+        self._cross_attention_cache = CrossAttentionCache(rack.cross_attention)
+        super().__init__(TransformersCache(rack.self_attention), self._cross_attention_cache)
+
+    def __repr__(self) -> str:
+        return f"TransformersEncoderDecoder{self.rack!r}"
+
+    @property  # type: ignore[override]
+    def cross_attention_cache(self) -> CrossAttentionCache:
+        """The cross-attention layers."""
+        return self._cross_attention_cache
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: CrossAttentionCache) -> None:
+        if not cache.is_stand_in:
+            self._cross_attention_cache = cache
+
+    # --- what generate does with it -------------------------------------------------------------
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.rack.get_max_length()
+
+    @property
+    def max_batch_size(self) -> int:
+        return self.rack.batch_size
+
+    @property
+    def batch_size(self) -> int:
+        return self.rack.batch_size
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.rack.is_initialized
+
+    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
+        """The name of `get_max_length` in releases before 5.13."""
+        return self.rack.get_max_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.self_attention_cache.get_seq_length(layer_idx)
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.rack.early_initialization(batch_size, num_heads, head_dim, dtype, device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest tokens of the decoder; see `TransformersCache.crop`. Cross-attention stays."""
+        self.self_attention_cache.crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        self.self_attention_cache.activate_past_recording()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.rack.is_croppable
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rack.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.rack.batch_select_indices(indices)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return bool(self.self_attention_cache.is_recording_past(layer_idx))
+
+    # --- what a user asks -----------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory really held; see `kvrack.Cache.nbytes`."""
+        return self.rack.nbytes
+
+    def memory(self) -> list[MemoryRow]:
+        """Bytes by layer, role and device, cross-attention after the decoder's own; see `kvrack.Cache.memory`."""
+        return self.rack.memory()
+
+    def fork(self) -> TransformersEncoderDecoderCache:
+        """Return an independent cache with the same state."""
+        return TransformersEncoderDecoderCache(self.rack.fork())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersEncoderDecoderCache:
+        twin = memo[id(self)] = self.fork()
+        return twin
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache to one file, for ``TransformersEncoderDecoderCache(kvrack.load(path))``."""
+        self.rack.save(path)
+
+
+torch.utils._pytree.register_pytree_node(
+    TransformersEncoderDecoderCache,
+    lambda cache: ([cache.rack], None),
+    lambda children, _: TransformersEncoderDecoderCache(*children),
+    serialized_type_name="kvrack_transformers.TransformersEncoderDecoderCache",
+    flatten_with_keys_fn=lambda cache: ([(torch.utils._pytree.GetAttrKey("rack"), cache.rack)], None),
+)
