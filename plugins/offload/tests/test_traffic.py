@@ -42,6 +42,8 @@ def watch(cache: kvrack.Cache) -> Watch:
 
 @pytest.mark.parametrize(("inner", "token_bytes"), [("dynamic", TOKEN), ("static", TOKEN)])
 def test_out_go_the_new_tokens_whatever_is_held(on_disk, inner, token_bytes):
+    if inner not in kvrack.backends():
+        pytest.skip(f"the held backend is kvrack-{inner}'s: pip install kvrack-{inner}")
     cache = on_disk("full", "full", "full", inner=inner)
     traffic = cache.layers[0].traffic
     out = []
