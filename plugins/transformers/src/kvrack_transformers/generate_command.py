@@ -211,14 +211,11 @@ def _tokens(loaded: LoadedModel, text: str) -> dict[str, torch.Tensor]:
 
 def _room(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor], asked: int) -> int:
     """Return how many new tokens the model has positions for, at most `asked`."""
-    config = loaded.model.config
-    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    given = inputs["input_ids"].shape[1]
-    if longest is None or config.is_encoder_decoder:
+    if loaded.model.config.is_encoder_decoder:
         return asked
-    if given >= longest:
-        raise kvrack.KvrackError(f"the prompt is {given} tokens long, the model takes {longest} with its answer")
-    return min(asked, longest - given)
+    from kvrack_transformers.reading import room_for_answer
+
+    return room_for_answer(loaded.model, inputs["input_ids"].shape[1], asked)
 
 
 # --- the answer ----------------------------------------------------------------------------------
