@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
+    from kvrack.predict import Prediction, predict_memory
     from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
@@ -54,11 +55,13 @@ _LATE = {
     "LayoutConfig": "kvrack.config",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
+    "Prediction": "kvrack.predict",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
     "describe": "kvrack.snapshot",
     "load": "kvrack.snapshot",
+    "predict_memory": "kvrack.predict",
 }
 
 
@@ -95,6 +98,7 @@ __all__ = [
     "OffloadError",
     "Placement",
     "PreallocatedLayer",
+    "Prediction",
     "Resolved",
     "ShapeMismatch",
     "SnapshotError",
@@ -107,5 +111,6 @@ __all__ = [
     "describe",
     "hookimpl",
     "load",
+    "predict_memory",
     "resolve",
 ]

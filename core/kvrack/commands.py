@@ -21,6 +21,7 @@ from kvrack.registry import COMMAND_GROUP, backends, installed, load_command
 
 KNOWN_COMMANDS = {
     "generate": "kvrack-transformers[cli]",
+    "plan": "kvrack-transformers[cli]",
     "conform": "kvrack-spec",
     "new": "kvrack-spec",
 }

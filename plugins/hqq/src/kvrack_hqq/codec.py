@@ -71,8 +71,8 @@ def optimize(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, le
         error = (groups - restored).abs_().mean(dim=0, keepdim=True)
         falls = falls & (error < least)
         best, least = torch.where(falls, zero, best), torch.where(falls, error, least)
-        # A graph can't ask, and goes through all of them.
-        if not torch.compiler.is_compiling() and not falls.any():
+        # A graph can't ask, nor can what has no data; both go through all of them.
+        if not torch.compiler.is_compiling() and not falls.is_meta and not falls.any():
             break
         zero = torch.where(falls, following, zero)
     return best

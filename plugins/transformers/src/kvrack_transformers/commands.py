@@ -1,4 +1,4 @@
-"""The subcommand this distribution adds to ``kvrack``. Imports neither torch nor transformers."""
+"""The subcommands this distribution adds to ``kvrack``. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvrack_command(name: str) -> click.Command:
-    """Return the subcommand `generate`."""
+    """Return the subcommand `generate` or `plan`."""
+    if name == "plan":
+        from kvrack_transformers.plan_command import plan
+
+        return plan
     from kvrack_transformers.generate_command import generate
 
     return generate
