@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
     from kvrack.predict import Prediction, predict_memory
+    from kvrack.prefix import PrefixStats, PrefixStore
     from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
@@ -53,6 +54,8 @@ _LATE = {
     "CodecConfig": "kvrack.codec",
     "HybridLayer": "kvrack.hybrid",
     "LayoutConfig": "kvrack.config",
+    "PrefixStats": "kvrack.prefix",
+    "PrefixStore": "kvrack.prefix",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
     "Prediction": "kvrack.predict",
@@ -97,6 +100,8 @@ __all__ = [
     "ModelSpec",
     "OffloadError",
     "Placement",
+    "PrefixStats",
+    "PrefixStore",
     "PreallocatedLayer",
     "Prediction",
     "Resolved",

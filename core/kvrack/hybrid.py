@@ -193,9 +193,15 @@ class HybridLayer(AttentionLayer, StateLayer):
     def twin(self) -> HybridLayer:
         return HybridLayer(self.spec, self.config, self.context, self.attention.twin(), self.states.twin())
 
+    def fork(self, memo: dict[int, Any] | None = None) -> HybridLayer:
+        memo = {} if memo is None else memo
+        return self._copy(memo, self.attention.fork(memo), self.states.fork(memo))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HybridLayer:
+        return self._copy(memo, copy.deepcopy(self.attention, memo), copy.deepcopy(self.states, memo))
+
+    def _copy(self, memo: dict[int, Any], attention: AttentionLayer, states: StateLayer) -> HybridLayer:
         context = copy.deepcopy(self.context, memo)
-        attention, states = copy.deepcopy(self.attention, memo), copy.deepcopy(self.states, memo)
         twin = memo[id(self)] = HybridLayer(self.spec, self.config, context, attention, states)
         return twin
 

@@ -266,6 +266,20 @@ def test_what_attention_refuses_is_refused_and_states_stay():
     assert_equal(held(cache), before)
 
 
+def test_a_fork_shares_what_attends_and_goes_its_own_way():
+    cache = kvrack.create_cache("dynamic", ALTERNATING)
+    fill(cache, 5)
+    before, fork = held(cache), cache.fork()
+    assert fork.layers[2].keys.data_ptr() == cache.layers[2].keys.data_ptr()
+    assert fork.get_conv_state(2).data_ptr() != cache.get_conv_state(2).data_ptr()
+    fill(fork, 1, seed=3)
+    assert_equal(held(cache), before)
+    twin = kvrack.create_cache("dynamic", ALTERNATING)
+    fill(twin, 5)
+    fill(twin, 1, seed=3)
+    assert_equal(held(fork), held(twin))
+
+
 def test_settings_are_checked_when_the_name_is_resolved():
     with pytest.raises(kvrack.InvalidConfig, match="'banana'"):
         kvrack.resolve("mamba", {"attention_config": {"banana": 1}})

@@ -161,11 +161,16 @@ class CrossLayer(AttentionLayer):
         self._take_length(metadata[LENGTH])
         self.inner.unflatten(tensors, _without_length(metadata))
 
+    def fork(self, memo: dict[int, Any] | None = None) -> CrossLayer:
+        memo = {} if memo is None else memo
+        return self._copy(memo, self.inner.fork(memo))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CrossLayer:
-        assert isinstance(self.config, EncoderDecoderConfig)
-        twin = memo[id(self)] = type(self)(self.spec, self.config, copy.deepcopy(self.context, memo))
-        twin._length = self._length
-        twin.inner = copy.deepcopy(self.inner, memo)
+        return self._copy(memo, copy.deepcopy(self.inner, memo))
+
+    def _copy(self, memo: dict[int, Any], inner: AttentionLayer) -> CrossLayer:
+        twin = self._empty_copy(memo)
+        twin._length, twin.inner = self._length, inner
         return twin
 
 

@@ -15,6 +15,12 @@ LP_NORM = 0.7
 BETA = 10.0
 """hqq's own defaults (Badri and Shaji 2023, "Half-Quadratic Quantization of Large Machine Learning Models")."""
 
+FALLS_BY = 0.999
+"""A group whose mean error falls by less than a thousandth is done."""
+
+PIECE = 1024
+"""Groups that are worked on at a time: some that fit a CPU's cache."""
+
 PACKINGS = {
     1: (Packing((7, 6, 5, 4, 3, 2, 1, 0), 1), BitPack.pack_1bit_u8),
     2: (Packing((6, 4, 2, 0), 2), BitPack.pack_2bit_u8),
@@ -62,17 +68,46 @@ def optimize(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, le
         zero: code of 0.0 to begin with, ``[1, groups]``.
         levels: the largest code.
     """
+    # What has no data can't be asked which groups go on, no more than a graph can.
+    if torch.compiler.is_compiling() or groups.is_meta:
+        return _optimize_traced(groups, inverse, zero, levels)
+    pieces = zip(*(torch.split(each, PIECE, 1) for each in (groups, inverse, zero)), strict=True)
+    return torch.cat([_optimize_piece(own, scales, zeros, levels) for own, scales, zeros in pieces], dim=1)
+
+
+def _optimize_piece(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
+    """As `optimize`, going on with the groups alone whose error still falls."""
+    best = zero.clone()
+    least = torch.full_like(zero, torch.inf)
+    columns = torch.arange(groups.shape[1], device=groups.device)
+    for _ in range(ITERATIONS):
+        error, following = _step(groups, inverse, zero, levels)
+        falling = (error < least * FALLS_BY).squeeze(0).nonzero().squeeze(1)
+        if not len(falling):
+            break
+        columns = columns[falling]
+        best[:, columns] = zero[:, falling]
+        groups, inverse, least, zero = (each.index_select(1, falling) for each in (groups, inverse, error, following))
+    return best
+
+
+def _optimize_traced(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
+    """As `optimize`, by steps of one shape, which a graph can follow."""
     best, least = zero, torch.full_like(zero, torch.inf)
     falls = torch.ones_like(zero, dtype=torch.bool)
     for _ in range(ITERATIONS):
-        restored, _, following, _ = optimize_weights_proximal_legacy_step(
-            groups, inverse, zero, [0, levels], BETA, LP_NORM, 0
-        )
-        error = (groups - restored).abs_().mean(dim=0, keepdim=True)
-        falls = falls & (error < least)
+        error, following = _step(groups, inverse, zero, levels)
+        falls = falls & (error < least * FALLS_BY)
         best, least = torch.where(falls, zero, best), torch.where(falls, error, least)
-        # A graph can't ask, nor can what has no data; both go through all of them.
-        if not torch.compiler.is_compiling() and not falls.is_meta and not falls.any():
-            break
-        zero = torch.where(falls, following, zero)
+        zero = following
     return best
+
+
+def _step(
+    groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean error of each group with these zero points, and the zero points to try next."""
+    restored, _, following, _ = optimize_weights_proximal_legacy_step(
+        groups, inverse, zero, [0, levels], BETA, LP_NORM, 0
+    )
+    return (groups - restored).abs_().mean(dim=0, keepdim=True), following

@@ -176,7 +176,8 @@ class TransformersCache(HFCache):
         """Remove the newest ``-tokens_to_remove`` tokens; in releases whose own crop takes the length to
         keep, a positive number is that."""
         tokens = versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length())
-        if tokens and not versions.RECORDS_STATES and any(isinstance(layer, StateLayer) for layer in self.rack.layers):
+        states = [layer for layer in self.rack.layers if isinstance(layer, StateLayer) and layer.is_initialized]
+        if tokens and states and not versions.RECORDS_STATES:
             raise kvrack.UnsupportedOperation(
                 self.rack.name,
                 f"crop({tokens}) of states in transformers before 5.21",
@@ -224,7 +225,7 @@ class TransformersCache(HFCache):
         return TransformersCache(self.rack.fork(tokens))
 
     def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
-        """Write the cache to one file, for ``TransformersCache(kvrack.load(path))``; see `kvrack.Cache.save`."""
+        """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
         self.rack.save(path, fingerprint, token_ids)
 
 

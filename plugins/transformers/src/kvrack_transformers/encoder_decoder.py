@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,17 +136,18 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
         """Bytes by layer, role and device, cross-attention after the decoder's own; see `kvrack.Cache.memory`."""
         return self.rack.memory()
 
-    def fork(self) -> TransformersEncoderDecoderCache:
-        """Return an independent cache with the same state."""
-        return TransformersEncoderDecoderCache(self.rack.fork())
+    def fork(self, tokens: int | None = None) -> TransformersEncoderDecoderCache:
+        """Return an independent cache with the same state, or that of the decoder's first `tokens`; see
+        `kvrack.Cache.fork`."""
+        return TransformersEncoderDecoderCache(self.rack.fork(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersEncoderDecoderCache:
-        twin = memo[id(self)] = self.fork()
+        twin = memo[id(self)] = TransformersEncoderDecoderCache(copy.deepcopy(self.rack, memo))
         return twin
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to one file, for ``TransformersEncoderDecoderCache(kvrack.load(path))``."""
-        self.rack.save(path)
+    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+        """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
+        self.rack.save(path, fingerprint, token_ids)
 
 
 torch.utils._pytree.register_pytree_node(

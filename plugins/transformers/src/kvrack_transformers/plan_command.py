@@ -122,6 +122,8 @@ def plan(
         answers = "exact" if each.lossless else "approximate"
         rows.add_row(each.cache, decimal(each.nbytes), decimal(each.resident), fits, longest, answers)
     console.print(rows)
+    if spec.max_length is not None and context > spec.max_length:
+        console.print(f"The model was made for {spec.max_length:,} tokens, fewer than --context.", soft_wrap=True)
     if unknown:
         console.print(
             f"Not counted: {len(unknown)} layers whose states or head_dim the config doesn't say "

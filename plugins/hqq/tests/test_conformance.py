@@ -1,0 +1,26 @@
+"""hqq keeps the contract in the configs that differ in kind; as installed, tests/test_conformance.py judges it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvrack_spec.conform import pytest_arguments
+
+CONFIGS = [
+    ("nbits=2", "residual_length=8"),
+    ("nbits=3", "nbits_value=8", "axis_key=1", "axis_value=0", "q_group_size=30", "sink_tokens=5"),
+    ("layout=static", "max_cache_len=600", "axis_key=1", "residual_length=8"),
+]
+
+
+@pytest.mark.parametrize("settings", CONFIGS, ids=str)
+def test_hqq_conforms(settings: tuple[str, ...]) -> None:
+    # A process of its own: the suite is a pytest session.
+    command = [sys.executable, "-m", "pytest", *pytest_arguments("hqq", settings, quick=True)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "CONFORMS" in done.stdout
+    assert "DOES NOT" not in done.stdout
