@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
+    from kvrack.prefix import PrefixStats, PrefixStore
     from kvrack.snapshot import describe, load
 
 __version__ = version("kvrack")
@@ -52,6 +53,8 @@ _LATE = {
     "CodecConfig": "kvrack.codec",
     "HybridLayer": "kvrack.hybrid",
     "LayoutConfig": "kvrack.config",
+    "PrefixStats": "kvrack.prefix",
+    "PrefixStore": "kvrack.prefix",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
     "StateLayer": "kvrack.layer",
@@ -94,6 +97,8 @@ __all__ = [
     "ModelSpec",
     "OffloadError",
     "Placement",
+    "PrefixStats",
+    "PrefixStore",
     "PreallocatedLayer",
     "Resolved",
     "ShapeMismatch",

@@ -71,7 +71,7 @@ def optimize(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, le
     if torch.compiler.is_compiling():
         return _optimize_traced(groups, inverse, zero, levels)
     pieces = zip(*(torch.split(each, PIECE, 1) for each in (groups, inverse, zero)), strict=True)
-    return torch.cat([_optimize_piece(each, scale, first, levels) for each, scale, first in pieces], dim=1)
+    return torch.cat([_optimize_piece(own, scales, zeros, levels) for own, scales, zeros in pieces], dim=1)
 
 
 def _optimize_piece(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:

@@ -1,0 +1,179 @@
+"""generate from a beginning that is known: rows for beams out of a cache of one row, and prompts from a PrefixStore."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kvrack
+from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.creating import AnyCache, create_cache, wrap
+from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
+from kvrack_transformers.versions import cache_argument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT_BACKEND = "dynamic"
+"""The backend of caches for a prefix store where nothing names one."""
+
+CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
+"""Under which keywords a cache may be given."""
+
+READABLE = {"input_ids", "attention_mask"}
+"""Tensors that a prompt may consist of for its tokens to say everything about it."""
+
+
+def generate_once(
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None,
+    settings: Mapping[str, Any],
+    prefix_store: kvrack.PrefixStore | None = None,
+) -> Any:
+    """Return what ``model.generate(inputs, **settings)`` returns, after the cache was made ready for it.
+
+    A kvrack cache of one row that is given for several sequences (beams, `num_return_sequences`, or
+    rows of a batch that all begin so) is forked and repeated: the one given stays as it is. With
+    `prefix_store` the prompt's known beginning comes from there, and what was computed is put there.
+    """
+    prompt = _Prompt.read(model, inputs, settings)
+    given = next((settings[name] for name in CACHE_ARGUMENTS if settings.get(name) is not None), None)
+    if given is None and prefix_store is not None and prompt is not None and prompt.is_plain:
+        return _generate_from(prefix_store, model, inputs, settings, prompt)
+    if prompt is not None and isinstance(given, TransformersCache | TransformersEncoderDecoderCache):
+        names = [name for name in CACHE_ARGUMENTS if settings.get(name) is not None]
+        settings = {**settings, **dict.fromkeys(names, expanded(given, prompt.sequences))}
+    return model.generate(inputs, **settings)  # type: ignore[operator]
+
+
+def expanded(cache: AnyCache, rows: int) -> AnyCache:
+    """Return `cache` where it is empty or has `rows` rows, else a fork of it with each row repeated to get so many.
+
+    One whose rows don't divide `rows` is returned as it is, for the model to refuse.
+    """
+    held = cache.rack.batch_size
+    if held < 1 or held == rows or rows % held:
+        return cache
+    fork = cache.fork()
+    fork.batch_repeat_interleave(rows // held)
+    return fork
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What is to be generated from.
+
+    Attributes:
+        ids: ``[rows, tokens]``.
+        copies: sequences that are made of each row, beams included.
+        is_plain: whether its tokens say all there is: no padding, no images, a decoder, and a cache wanted.
+    """
+
+    ids: torch.Tensor
+    copies: int
+    is_plain: bool
+
+    @classmethod
+    def read(cls, model: PreTrainedModel, inputs: torch.Tensor | None, settings: Mapping[str, Any]) -> _Prompt | None:
+        """Return the prompt, None where there are no tokens to start from."""
+        ids = inputs if inputs is not None else settings.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return None
+        counts = (setting(model, settings, name) or 1 for name in ("num_beams", "num_return_sequences"))
+        mask = settings.get("attention_mask")
+        tensors = {name for name, value in settings.items() if isinstance(value, torch.Tensor)}
+        is_plain = (
+            not ids.is_floating_point()
+            and not getattr(model.config, "is_encoder_decoder", False)
+            and setting(model, settings, "use_cache") is not False
+            and tensors <= READABLE
+            and (mask is None or bool(mask.all()))
+        )
+        return cls(ids, max(counts), is_plain)
+
+    @property
+    def sequences(self) -> int:
+        """Rows that the cache must have."""
+        return self.ids.shape[0] * self.copies
+
+    @property
+    def common(self) -> list[int]:
+        """The tokens that all rows begin with, without a last one, which is left to get logits from."""
+        most = self.ids.shape[1] - 1
+        differs = (self.ids != self.ids[:1]).any(dim=0)[:most].nonzero()
+        return self.ids[0, : int(differs[0]) if len(differs) else most].tolist()
+
+
+def setting(model: PreTrainedModel, settings: Mapping[str, Any], name: str) -> Any:
+    """Return what `generate` goes by: its keyword, else its generation config's, else the model's."""
+    places = (settings.get("generation_config"), getattr(model, "generation_config", None))
+    values = (settings.get(name), *(getattr(place, name, None) for place in places))
+    return next((value for value in values if value is not None), None)
+
+
+def _generate_from(
+    store: kvrack.PrefixStore,
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None,
+    settings: Mapping[str, Any],
+    prompt: _Prompt,
+) -> Any:
+    needed = _tokens_needed(model, settings, prompt)
+    name = setting(model, settings, "cache_implementation") or DEFAULT_BACKEND
+    config = dict(setting(model, settings, "cache_config") or {})
+    fresh = create_cache(model, name, max_length=needed, **config).rack
+    common = prompt.common
+    found, length = store.get(common, like=fresh, room=needed)
+    rack = found or fresh
+    # Where prompts part that could not be branched, as past a window, the next one finds a cache of the right length;
+    # and for several sequences the beginning is computed once.
+    stop = len(common) if prompt.sequences > 1 else store.shared_length(common, like=fresh)
+    if stop > length:
+        prefill(model, wrap(rack), common[length:stop])
+        store.put(common[:stop], rack)
+    cache = expanded(wrap(rack), prompt.sequences)
+    own = {cache_argument(model): cache, "cache_implementation": None, "cache_config": None}
+    output = model.generate(inputs, **{**settings, **own})  # type: ignore[operator]
+    if prompt.sequences == 1:
+        sequence = output if isinstance(output, torch.Tensor) else output.sequences
+        # The last token was made and not fed; states alone don't count what they have seen.
+        seen = cache.rack.get_seq_length() or sequence.shape[1] - 1
+        store.put(sequence[0, :seen].tolist(), cache.rack)
+    return output
+
+
+def _tokens_needed(model: PreTrainedModel, settings: Mapping[str, Any], prompt: _Prompt) -> int:
+    """Return how many tokens prompt and answer have together at most."""
+    tokens, new = prompt.ids.shape[1], setting(model, settings, "max_new_tokens")
+    if new is not None:
+        return tokens + int(new)
+    longest = setting(model, settings, "max_length")
+    # 20 new tokens are what generate makes where nothing else is said.
+    return max(tokens + 1, int(longest)) if longest is not None else tokens + 20
+
+
+def prefill(model: PreTrainedModel, cache: AnyCache, token_ids: Sequence[int]) -> None:
+    """Feed the tokens of one sequence to `model`, for `cache` to go on from there.
+
+    Args:
+        model: the model.
+        cache: of one row, or empty.
+        token_ids: the tokens after those that `cache` has seen.
+    """
+    seen = cache.get_seq_length()
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    taken = inspect.signature(model.forward).parameters
+    extra: dict[str, Any] = {
+        # Logits of thousands of tokens would take more memory than the cache.
+        "logits_to_keep": 1,
+        # Some models count from 0 again where they aren't told.
+        "position_ids": torch.arange(seen, seen + ids.shape[1], device=model.device)[None],
+        "attention_mask": torch.ones((1, seen + ids.shape[1]), dtype=torch.long, device=model.device),
+    }
+    known = {name: value for name, value in extra.items() if name in taken}
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **known)
