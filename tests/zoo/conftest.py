@@ -160,11 +160,9 @@ def exact_backends() -> list[str]:
     spec = kvrack.ModelSpec.uniform(1)
     names = []
     for name, info in kvrack.backends().items():
-        if (
-            info.error is None
-            and not hasattr(kvrack.resolve(name).config, "tier")
-            and kvrack.create_cache(name, spec, max_length=64).capabilities.lossless
-        ):
+        if info.error is not None or hasattr(kvrack.resolve(name).config, "tier"):
+            continue
+        if kvrack.create_cache(name, spec, max_length=64).capabilities.lossless:
             names.append(name)
     return names
 
