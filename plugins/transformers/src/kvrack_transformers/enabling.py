@@ -21,7 +21,7 @@ import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
 from kvrack_transformers.cache import TransformersCache
-from kvrack_transformers.creating import create_cache
+from kvrack_transformers.creating import AnyCache, create_cache
 from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.versions import VALIDATE_TAKES_USER_ATTRIBUTES, cache_argument
 
@@ -41,14 +41,14 @@ class _Originals:
 
 
 _originals: _Originals | None = None
-_built: ContextVar[list[TransformersCache] | None] = ContextVar("built", default=None)
+_built: ContextVar[list[AnyCache] | None] = ContextVar("built", default=None)
 _warned: set[str] = set()
 
 
 @contextlib.contextmanager
-def noting_caches() -> Iterator[list[TransformersCache]]:
+def noting_caches() -> Iterator[list[AnyCache]]:
     """Give a list of the caches that generate builds by a kvrack name from now on, in this thread."""
-    built: list[TransformersCache] = []
+    built: list[AnyCache] = []
     token = _built.set(built)
     try:
         yield built
@@ -56,7 +56,7 @@ def noting_caches() -> Iterator[list[TransformersCache]]:
         _built.reset(token)
 
 
-def note_cache(cache: TransformersCache) -> None:
+def note_cache(cache: AnyCache) -> None:
     """Add a cache that was built for generate to the list that `noting_caches` gave, if it did."""
     if (built := _built.get()) is not None:
         built.append(cache)
