@@ -21,7 +21,7 @@ import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
 from kvrack_transformers.cache import TransformersCache
-from kvrack_transformers.creating import create_cache
+from kvrack_transformers.creating import AnyCache, create_cache
 from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.versions import VALIDATE_TAKES_USER_ATTRIBUTES, cache_argument
 
@@ -41,19 +41,25 @@ class _Originals:
 
 
 _originals: _Originals | None = None
-_built: ContextVar[list[TransformersCache] | None] = ContextVar("built", default=None)
+_built: ContextVar[list[AnyCache] | None] = ContextVar("built", default=None)
 _warned: set[str] = set()
 
 
 @contextlib.contextmanager
-def noting_caches() -> Iterator[list[TransformersCache]]:
+def noting_caches() -> Iterator[list[AnyCache]]:
     """Give a list of the caches that generate builds by a kvrack name from now on, in this thread."""
-    built: list[TransformersCache] = []
+    built: list[AnyCache] = []
     token = _built.set(built)
     try:
         yield built
     finally:
         _built.reset(token)
+
+
+def note_cache(cache: AnyCache) -> None:
+    """Add a cache that was built for generate to the list that `noting_caches` gave, if it did."""
+    if (built := _built.get()) is not None:
+        built.append(cache)
 
 
 def is_enabled() -> bool:
@@ -167,8 +173,7 @@ def _prepare_cache_for_generation(
         model_kwargs[argument] = create_cache(
             self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
-        if (built := _built.get()) is not None:
-            built.append(model_kwargs[argument])
+        note_cache(model_kwargs[argument])
     cache = model_kwargs.get(argument)
     if drafts and isinstance(cache, TransformersCache | TransformersEncoderDecoderCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.

@@ -12,6 +12,7 @@ import torch
 import kvrack
 from kvrack_transformers.cache import TransformersCache
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
+from kvrack_transformers.enabling import note_cache
 from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.reading import model_spec
 from kvrack_transformers.versions import cache_argument
@@ -140,6 +141,7 @@ def _generate_from(
         prefill(model, wrap(rack), common[length:stop])
         store.put(common[:stop], rack)
     cache = expanded(wrap(rack), prompt.sequences)
+    note_cache(cache)
     own = {cache_argument(model): cache, "cache_implementation": None, "cache_config": None}
     output = model.generate(inputs, **{**settings, **own})  # type: ignore[operator]
     if prompt.sequences == 1:
