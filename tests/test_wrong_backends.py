@@ -29,6 +29,9 @@ WRONG = {
     "wrong-states-halfway": "S9",
     "wrong-states-short": "S8 S9",
     "wrong-hybrid-reorder": "S12",
+    "wrong-cross-cropped": "X3",
+    "wrong-cross-mixes": "X4",
+    "wrong-cross-windowed": "X1 X2",
     "wrong-repeat-forgets": "L15 L29",
     "wrong-reorder-forgets-values": "L14 L29",
     "wrong-index-half-done": "L17",
@@ -82,6 +85,8 @@ SLOW = "compile"
 STATES = "test_states"
 """What attends in the backends of wrong states is dynamic's, which is judged elsewhere."""
 
+CROSS = "test_cross_attention"
+
 WITHOUT_WRONG = "not wrong"
 """For backends that hold another: not each of the wrong ones."""
 
@@ -114,6 +119,8 @@ def test_a_wrong_backend_fails_what_names_its_fault(name: str) -> None:
     without = WITHOUT_WRONG if name == "wrong-holder" else f"not {SLOW}"
     if name.startswith(("wrong-states", "wrong-hybrid")):
         without = STATES
+    if name.startswith("wrong-cross"):
+        without = CROSS
     result, output = run_suite(name, quick=True, keyword=None if "L30" in WRONG[name] else without)
     assert _failed(result) == set(WRONG[name].split()), output
     assert not result.conforms

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvrack import Backend, hookimpl
 
 DYNAMIC = "kvrack_dynamic.layer:DynamicConfig"
+CROSS = "kvrack_wrong.cross:CrossConfig"
 MAMBA = "kvrack_wrong.states:StatesConfig"
 PLAIN = "kvrack.config:BackendConfig"
 INT8 = "kvrack_wrong.int8:Int8Config"
@@ -25,6 +26,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "wrong-states-move": ("kvrack_wrong.states:build_moves", MAMBA),
     "wrong-states-halfway": ("kvrack_wrong.states:build_halfway", MAMBA),
     "wrong-states-short": ("kvrack_wrong.states:build_short", MAMBA),
+    "wrong-cross-cropped": ("kvrack_wrong.cross:build_cropped", CROSS),
+    "wrong-cross-mixes": ("kvrack_wrong.cross:build_mixes", CROSS),
+    "wrong-cross-windowed": ("kvrack_wrong.cross:build_windowed", CROSS),
     "wrong-hybrid-reorder": ("kvrack_wrong.states:build_attention_only", MAMBA),
 }
 for _name, _layer, _config in (
@@ -91,5 +95,10 @@ def kvrack_backend(name: str) -> Backend:
         return Backend(name=name, summary="for the suite's own tests", codec=CODECS[name], config=config)
     layer, config = BACKENDS[name]
     return Backend(
-        name=name, summary="for the suite's own tests", layer=layer, config=config, states="states:" in layer
+        name=name,
+        summary="for the suite's own tests",
+        layer=layer,
+        config=config,
+        states="states:" in layer,
+        cross_attention="cross:" in layer,
     )

@@ -11,12 +11,18 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def kvrack_command(name: str) -> click.Command:
-    """Return the subcommand `generate` or `plan`."""
+def kvrack_command(name: str) -> click.Command | None:
+    """Return the subcommand `generate`, `chat` or `plan`."""
+    if name == "generate":
+        from kvrack_transformers.generate_command import generate
+
+        return generate
+    if name == "chat":
+        from kvrack_transformers.chat_command import chat
+
+        return chat
     if name == "plan":
         from kvrack_transformers.plan_command import plan
 
         return plan
-    from kvrack_transformers.generate_command import generate
-
-    return generate
+    return None
