@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -342,11 +342,17 @@ class Cache:
         twin.layers = [copied(layer) for layer in self.layers]
         return twin
 
-    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        fingerprint: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
         """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot.save`."""
         from kvrack.snapshot import save
 
-        save(self, path, fingerprint, token_ids)
+        save(self, path, fingerprint, token_ids, notes)
 
     def grow_to(self, count: int) -> None:
         """Create layers up to `count` of them, where the model spec says that further ones come on demand."""

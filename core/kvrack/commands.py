@@ -20,7 +20,9 @@ from kvrack.errors import InvalidConfig, KvrackError, closest, listed
 from kvrack.registry import COMMAND_GROUP, backends, installed, load_command
 
 KNOWN_COMMANDS = {
+    "chat": "kvrack-transformers[cli]",
     "generate": "kvrack-transformers[cli]",
+    "plan": "kvrack-transformers[cli]",
     "conform": "kvrack-spec",
     "new": "kvrack-spec",
 }

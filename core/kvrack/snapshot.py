@@ -13,7 +13,7 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Description(BaseModel):
         fingerprint: what the caller says the cache belongs to, such as a model and a tokenizer;
             None when it said nothing.
         token_ids: the tokens that the cache has seen, None when the caller gave none.
+        notes: what else the caller wants kept with it, as text by name.
         layers: each layer's integers, as `CacheLayer.metadata` returned them.
         tensors: every tensor by its name in the file.
     """
@@ -75,12 +76,17 @@ class Description(BaseModel):
     version: str
     fingerprint: str | None
     token_ids: list[int] | None
+    notes: dict[str, str]
     layers: list[dict[str, int]]
     tensors: dict[str, Stored]
 
 
 def save(
-    cache: Cache, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None
+    cache: Cache,
+    path: str | Path,
+    fingerprint: str | None = None,
+    token_ids: Sequence[int] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> None:
     """Write `cache` to `path`. The file appears whole or not at all; an older one is replaced.
 
@@ -89,6 +95,7 @@ def save(
         path: the file, in a folder that exists.
         fingerprint: says what the cache belongs to; `load` compares it when it is given one.
         token_ids: the tokens that the cache has seen, kept beside it for `describe`.
+        notes: what else to keep with it for `describe`, as text by name.
 
     Raises FileNotFoundError for a folder that isn't there, OSError where it can't be written.
     """
@@ -109,6 +116,7 @@ def save(
         version=version,
         fingerprint=fingerprint,
         token_ids=None if token_ids is None else [int(token) for token in token_ids],
+        notes=dict(notes or {}),
         layers=[layer.metadata() for layer in cache.layers],
         tensors={name: _stored(tensor) for name, tensor in tensors.items()},
     ).model_dump_json()

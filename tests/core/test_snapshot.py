@@ -406,9 +406,10 @@ def test_a_fingerprint_is_compared_when_it_is_given(tmp_path):
 
 def test_a_file_is_described_without_its_tensors(tmp_path):
     path = tmp_path / "cache.safetensors"
-    filled().save(path, fingerprint="this model", token_ids=torch.arange(14))
+    filled().save(path, fingerprint="this model", token_ids=torch.arange(14), notes={"of": "a test"})
     found = kvrack.describe(path)
     assert (found.format, found.backend, found.fingerprint) == (FORMAT_VERSION, "plain", "this model")
     assert found.token_ids == list(range(14))
+    assert found.notes == {"of": "a test"}
     assert found.tensors["0.keys"].shape == [2, 2, 14, 4]
     assert found.recipe.build().model_spec == MIXED

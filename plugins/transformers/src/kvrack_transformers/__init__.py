@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvrack_transformers.cache import TransformersCache
+    from kvrack_transformers.chat import Chat, Turn
     from kvrack_transformers.creating import create_cache, wrap
     from kvrack_transformers.enabling import disable, enable, is_enabled
     from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
     from kvrack_transformers.generating import generate
+    from kvrack_transformers.identity import fingerprint
     from kvrack_transformers.reading import UnknownLayerType, model_spec
 
 __version__ = version("kvrack-transformers")
 
 _LATE = {
+    "Chat": "kvrack_transformers.chat",
+    "Turn": "kvrack_transformers.chat",
+    "fingerprint": "kvrack_transformers.identity",
     "TransformersCache": "kvrack_transformers.cache",
     "TransformersEncoderDecoderCache": "kvrack_transformers.encoder_decoder",
     "UnknownLayerType": "kvrack_transformers.reading",
@@ -43,6 +48,9 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Chat",
+    "Turn",
+    "fingerprint",
     "TransformersCache",
     "TransformersEncoderDecoderCache",
     "UnknownLayerType",

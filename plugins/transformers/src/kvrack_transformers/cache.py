@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +224,15 @@ class TransformersCache(HFCache):
         """Return an independent cache with the same state, or that of its first `tokens`; see `kvrack.Cache.fork`."""
         return TransformersCache(self.rack.fork(tokens))
 
-    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        fingerprint: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
         """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
-        self.rack.save(path, fingerprint, token_ids)
+        self.rack.save(path, fingerprint, token_ids, notes)
 
 
 torch.utils._pytree.register_pytree_node(

@@ -1,4 +1,4 @@
-"""The subcommand this distribution adds to ``kvrack``. Imports neither torch nor transformers."""
+"""The subcommands this distribution adds to ``kvrack``. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def kvrack_command(name: str) -> click.Command:
-    """Return the subcommand `generate`."""
-    from kvrack_transformers.generate_command import generate
+def kvrack_command(name: str) -> click.Command | None:
+    """Return the subcommand `generate`, `chat` or `plan`."""
+    if name == "generate":
+        from kvrack_transformers.generate_command import generate
 
-    return generate
+        return generate
+    if name == "chat":
+        from kvrack_transformers.chat_command import chat
+
+        return chat
+    if name == "plan":
+        from kvrack_transformers.plan_command import plan
+
+        return plan
+    return None

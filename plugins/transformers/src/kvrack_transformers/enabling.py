@@ -6,8 +6,10 @@ validation that reads it, and the step of `generate` that builds the cache.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,19 @@ class _Originals:
 
 
 _originals: _Originals | None = None
+_built: ContextVar[list[TransformersCache] | None] = ContextVar("built", default=None)
 _warned: set[str] = set()
+
+
+@contextlib.contextmanager
+def noting_caches() -> Iterator[list[TransformersCache]]:
+    """Give a list of the caches that generate builds by a kvrack name from now on, in this thread."""
+    built: list[TransformersCache] = []
+    token = _built.set(built)
+    try:
+        yield built
+    finally:
+        _built.reset(token)
 
 
 def is_enabled() -> bool:
@@ -153,6 +167,8 @@ def _prepare_cache_for_generation(
         model_kwargs[argument] = create_cache(
             self, name, max_length=max(max_cache_length + ahead, asked), **dict(generation_config.cache_config or {})
         )
+        if (built := _built.get()) is not None:
+            built.append(model_kwargs[argument])
     cache = model_kwargs.get(argument)
     if drafts and isinstance(cache, TransformersCache | TransformersEncoderDecoderCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.

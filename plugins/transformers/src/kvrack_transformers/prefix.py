@@ -13,6 +13,7 @@ import kvrack
 from kvrack_transformers.cache import TransformersCache
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
 from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
+from kvrack_transformers.reading import model_spec
 from kvrack_transformers.versions import cache_argument
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class _Prompt:
     Attributes:
         ids: ``[rows, tokens]``.
         copies: sequences that are made of each row, beams included.
-        is_plain: whether its tokens say all there is: no padding, no images, a decoder, and a cache wanted.
+        is_plain: whether its tokens say all there is: no padding, no images, a decoder that attends, and a
+            cache wanted.
     """
 
     ids: torch.Tensor
@@ -88,6 +90,7 @@ class _Prompt:
         tensors = {name for name, value in settings.items() if isinstance(value, torch.Tensor)}
         is_plain = (
             not ids.is_floating_point()
+            and any(layer.attention is not None for layer in model_spec(model).layers)
             and not getattr(model.config, "is_encoder_decoder", False)
             and setting(model, settings, "use_cache") is not False
             and tensors <= READABLE
@@ -126,12 +129,13 @@ def _generate_from(
     name = setting(model, settings, "cache_implementation") or DEFAULT_BACKEND
     config = dict(setting(model, settings, "cache_config") or {})
     fresh = create_cache(model, name, max_length=needed, **config).rack
+    has_states = any(layer.spec.states for layer in fresh.layers)
     common = prompt.common
     found, length = store.get(common, like=fresh, room=needed)
     rack = found or fresh
     # Where prompts part that could not be branched, as past a window, the next one finds a cache of the right length;
-    # and for several sequences the beginning is computed once.
-    stop = len(common) if prompt.sequences > 1 else store.shared_length(common, like=fresh)
+    # for several sequences the beginning is computed once; and states are fed with care, which `prefill` does.
+    stop = len(common) if prompt.sequences > 1 or has_states else store.shared_length(common, like=fresh)
     if stop > length:
         prefill(model, wrap(rack), common[length:stop])
         store.put(common[:stop], rack)
@@ -140,9 +144,7 @@ def _generate_from(
     output = model.generate(inputs, **{**settings, **own})  # type: ignore[operator]
     if prompt.sequences == 1:
         sequence = output if isinstance(output, torch.Tensor) else output.sequences
-        # The last token was made and not fed; states alone don't count what they have seen.
-        seen = cache.rack.get_seq_length() or sequence.shape[1] - 1
-        store.put(sequence[0, :seen].tolist(), cache.rack)
+        store.put(sequence[0, : cache.rack.get_seq_length()].tolist(), cache.rack)
     return output
 
 
@@ -159,21 +161,29 @@ def _tokens_needed(model: PreTrainedModel, settings: Mapping[str, Any], prompt: 
 def prefill(model: PreTrainedModel, cache: AnyCache, token_ids: Sequence[int]) -> None:
     """Feed the tokens of one sequence to `model`, for `cache` to go on from there.
 
+    Models with states get them one by one once the cache has seen some: given several, some of them
+    (Mamba, Jamba) start their states anew, as transformers has them.
+
     Args:
         model: the model.
         cache: of one row, or empty.
         token_ids: the tokens after those that `cache` has seen.
     """
-    seen = cache.get_seq_length()
-    ids = torch.tensor([list(token_ids)], device=model.device)
     taken = inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {
-        # Logits of thousands of tokens would take more memory than the cache.
-        "logits_to_keep": 1,
-        # Some models count from 0 again where they aren't told.
-        "position_ids": torch.arange(seen, seen + ids.shape[1], device=model.device)[None],
-        "attention_mask": torch.ones((1, seen + ids.shape[1]), dtype=torch.long, device=model.device),
-    }
-    known = {name: value for name, value in extra.items() if name in taken}
-    with torch.no_grad():
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **known)
+    has_states = any(layer.spec.states for layer in cache.rack.layers)
+    remaining = list(token_ids)
+    while remaining:
+        seen = cache.get_seq_length()
+        count = 1 if has_states and seen else len(remaining)
+        ids = torch.tensor([remaining[:count]], device=model.device)
+        extra: dict[str, Any] = {
+            # Logits of thousands of tokens would take more memory than the cache.
+            "logits_to_keep": 1,
+            # Some models count from 0 again where they aren't told.
+            "position_ids": torch.arange(seen, seen + count, device=model.device)[None],
+            "attention_mask": torch.ones((1, seen + count), dtype=torch.long, device=model.device),
+        }
+        known = {name: value for name, value in extra.items() if name in taken}
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=True, **{cache_argument(model): cache}, **known)
+        remaining = remaining[count:]

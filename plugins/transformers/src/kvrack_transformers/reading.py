@@ -61,6 +61,27 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     )
 
 
+def room_for_answer(model: PreTrainedModel, given: int, asked: int, capacity: int = -1) -> int:
+    """Return how many new tokens there are positions for after `given` ones, at most `asked`.
+
+    Args:
+        model: the model.
+        given: tokens of the prompt.
+        asked: tokens of the longest answer wanted.
+        capacity: tokens that the cache takes, -1 for any number.
+
+    Raises KvrackError where the prompt alone is as long as the model or the cache takes.
+    """
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [("the model takes", longest)] if longest is not None else []
+    limits += [("the cache takes", capacity)] if capacity >= 0 else []
+    for what, limit in limits:
+        if given >= limit:
+            raise KvrackError(f"the prompt is {given} tokens long, {what} {limit} with its answer")
+        asked = min(asked, limit - given)
+    return asked
+
+
 def _layer_count(config: Any, decoder: PreTrainedConfig) -> int:
     # T5 and its kin count decoder layers apart, under a name that get_text_config passes over.
     own = getattr(config, "num_decoder_layers", None) if getattr(config, "is_encoder_decoder", False) else None

@@ -1,0 +1,36 @@
+"""What a model and its tokenizer are told by, so that a cache is not used with another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SAMPLES = 16
+"""Elements that are read of each weight."""
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
+    """Return a short text that another model's, fine-tune's, dtype's or tokenizer's differs from.
+
+    Reads a few elements of every weight and not all, so that it takes milliseconds; of a tokenizer
+    the vocabulary and the chat template. To give to `kvrack.load`, `Cache.save` and `PrefixStore`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(type(model).__name__.encode())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            flat = weight.detach().flatten()
+            if flat.numel() and not flat.is_meta:
+                places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64, device=flat.device).long()
+                digest.update(flat[places].cpu().view(torch.uint8).numpy().tobytes())
+    if tokenizer is not None:
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        digest.update(json.dumps([vocabulary, getattr(tokenizer, "chat_template", None)]).encode())
+    return digest.hexdigest()
