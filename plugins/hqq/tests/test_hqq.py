@@ -13,7 +13,7 @@ from hqq.core.optimize import optimize_weights_proximal_legacy
 import kvrack
 from kvrack import registry
 from kvrack.codec import Role
-from kvrack_hqq.codec import HqqCodec, _optimize_traced, optimize
+from kvrack_hqq.codec import HqqCodec, _optimize_piece, _optimize_together
 from kvrack_hqq.config import HqqConfig
 
 UNPACK = {
@@ -83,7 +83,7 @@ def test_a_group_is_fitted_as_well_as_by_hqq_alone(bits: int) -> None:
         restored = ((groups * inverse + zero).round().clamp(0, levels) - zero) / inverse
         return (groups - restored).abs().mean(0)
 
-    ours = error(optimize(groups, inverse, zero, levels))
+    ours = error(_optimize_piece(groups, inverse, zero, levels))
     theirs = error(
         torch.cat(
             [
@@ -104,7 +104,9 @@ def test_a_group_is_fitted_as_well_as_by_hqq_alone(bits: int) -> None:
 def test_a_graph_fits_the_same(bits: int) -> None:
     problem = groups_and_zero(bits)
     levels = 2**bits - 1
-    torch.testing.assert_close(_optimize_traced(*problem, levels), optimize(*problem, levels), rtol=1e-4, atol=1e-4)
+    traced = _optimize_together(*problem, levels, is_blind=True)
+    assert torch.equal(traced, _optimize_together(*problem, levels, is_blind=False))
+    torch.testing.assert_close(traced, _optimize_piece(*problem, levels), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -21,6 +21,9 @@ FALLS_BY = 0.999
 PIECE = 1024
 """Groups that are worked on at a time: some that fit a CPU's cache."""
 
+FEW_GROUPS = 256
+"""Groups up to which going on with some costs more than it saves; also, eager and compiled steps are then the same."""
+
 PACKINGS = {
     1: (Packing((7, 6, 5, 4, 3, 2, 1, 0), 1), BitPack.pack_1bit_u8),
     2: (Packing((6, 4, 2, 0), 2), BitPack.pack_2bit_u8),
@@ -69,8 +72,9 @@ def optimize(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, le
         levels: the largest code.
     """
     # What has no data can't be asked which groups go on, no more than a graph can.
-    if torch.compiler.is_compiling() or groups.is_meta:
-        return _optimize_traced(groups, inverse, zero, levels)
+    is_blind = torch.compiler.is_compiling() or groups.is_meta
+    if is_blind or groups.shape[1] <= FEW_GROUPS:
+        return _optimize_together(groups, inverse, zero, levels, is_blind)
     pieces = zip(*(torch.split(each, PIECE, 1) for each in (groups, inverse, zero)), strict=True)
     return torch.cat([_optimize_piece(own, scales, zeros, levels) for own, scales, zeros in pieces], dim=1)
 
@@ -91,13 +95,17 @@ def _optimize_piece(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Ten
     return best
 
 
-def _optimize_traced(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
-    """As `optimize`, by steps of one shape, which a graph can follow."""
+def _optimize_together(
+    groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, levels: int, is_blind: bool
+) -> torch.Tensor:
+    """As `optimize`, by steps of one shape, which a graph can follow; `is_blind` goes through all of them."""
     best, least = zero, torch.full_like(zero, torch.inf)
     falls = torch.ones_like(zero, dtype=torch.bool)
     for _ in range(ITERATIONS):
         error, following = _step(groups, inverse, zero, levels)
         falls = falls & (error < least * FALLS_BY)
+        if not is_blind and not falls.any():
+            break
         best, least = torch.where(falls, zero, best), torch.where(falls, error, least)
         zero = following
     return best
