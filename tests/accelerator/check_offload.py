@@ -98,7 +98,8 @@ def check_equal(name: str, tier: str, folder: str, device: torch.device) -> None
         raise AssertionError(f"{back} bytes travelled back where {new_bytes} are held")
     slots = sum(row.nbytes for row in away.memory() if row.role == "scratch" and row.device.startswith(device.type))
     decoded = sum(row.nbytes for row in here.memory() if row.role == "scratch")
-    if slots - decoded > 2 * 1.5 * largest:
+    # Room to grow by, and static shows up to twice of what is used.
+    if slots - decoded > 2 * 2.5 * largest:
         raise AssertionError(f"{slots - decoded} bytes of slots for layers of {largest} at most")
     print(f"  {tier} over {name}: equal; per step {out} bytes out, {back} back, {slots} in slots")
 
