@@ -65,6 +65,7 @@ WRONG = {
     "wrong-breaks-graph": "L30",
     "wrong-initialized-too-soon": "B1",
     "wrong-hides-memory": "L13",
+    "wrong-predicts-too-little": "C8",
     "wrong-capacity-in-silence": "L9 B5",
     "wrong-select-cuts-tail-only": "L16 C4 L29",
     "wrong-reorder-forgets-scales": "L14",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
+    from kvrack.predict import Prediction, predict_memory
     from kvrack.prefix import PrefixStats, PrefixStore
     from kvrack.snapshot import describe, load
 
@@ -57,11 +58,13 @@ _LATE = {
     "PrefixStore": "kvrack.prefix",
     "Placement": "kvrack.placement",
     "PreallocatedLayer": "kvrack.preallocated",
+    "Prediction": "kvrack.predict",
     "StateLayer": "kvrack.layer",
     "TokenBuffer": "kvrack.buffer",
     "create_cache": "kvrack.cache",
     "describe": "kvrack.snapshot",
     "load": "kvrack.snapshot",
+    "predict_memory": "kvrack.predict",
 }
 
 
@@ -100,6 +103,7 @@ __all__ = [
     "PrefixStats",
     "PrefixStore",
     "PreallocatedLayer",
+    "Prediction",
     "Resolved",
     "ShapeMismatch",
     "SnapshotError",
@@ -112,5 +116,6 @@ __all__ = [
     "describe",
     "hookimpl",
     "load",
+    "predict_memory",
     "resolve",
 ]

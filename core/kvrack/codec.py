@@ -23,6 +23,9 @@ from kvrack.scratch import Scratch
 Role = Literal["keys", "values"]
 TAIL = "tail"
 SINKS = "sinks"
+FEW = 8
+"""Tokens come a few at a time where an update brings fewer than a codec's `flush_tokens` by this factor."""
+
 OWN_NAMES = (TAIL, SINKS)
 """What an EncodedBuffer names itself in `storage()`, so that a codec may not."""
 
@@ -57,8 +60,8 @@ class Codec(ABC):
     """Tokens that are encoded together: 1 where each token is, e.g. 32 for a scale per channel."""
 
     flush_tokens: int = 1
-    """Tokens that are encoded at a time, at least, where most of the cost is by call; until then they wait
-    in the tail, exact."""
+    """Tokens that are encoded at a time where most of the cost is by call: those that come a few at a time
+    wait in the tail, exact, until there are as many."""
 
     relative_error: float = 1.0
     """Bound on |decoded - given|, relative to the largest magnitude in the same block, batch row and
@@ -306,7 +309,7 @@ class EncodedBuffer:
         left_codes = min(left, self._blocks)
         left_exact = (left - left_codes) * self._block
         ready = max(0, held + new - left_exact - self._residual) // self._block
-        if ready < self._flush:
+        if ready < self._flush and new * FEW < self._flush * self._block:
             ready = 0
         # Encoded before anything is written: a codec that raises changes nothing.
         encoded = self._encode(states, left_exact, ready) if ready else {}

@@ -22,6 +22,7 @@ from kvrack.registry import COMMAND_GROUP, backends, installed, load_command
 KNOWN_COMMANDS = {
     "chat": "kvrack-transformers[cli]",
     "generate": "kvrack-transformers[cli]",
+    "plan": "kvrack-transformers[cli]",
     "conform": "kvrack-spec",
     "new": "kvrack-spec",
 }

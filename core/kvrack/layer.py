@@ -492,7 +492,9 @@ def allocations(storage: dict[str, torch.Tensor]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, tensor in storage.items():
         memory = tensor.untyped_storage()
-        fresh = memory.data_ptr() not in seen
-        seen.add(memory.data_ptr())
+        # On the meta device there is no address.
+        identity = memory._cdata if memory.device.type == "meta" else memory.data_ptr()
+        fresh = identity not in seen
+        seen.add(identity)
         sizes[name] = memory.nbytes() if fresh else 0
     return sizes

@@ -51,44 +51,20 @@ class Reference:
             cache.update(keys, values, index)
         return cache
 
-    def divergences(self, caches: list[Cache]) -> list[float]:
-        """Return the mean of KL(dense || cache) over the steps, in nats, for each cache."""
+    def divergence(self, cache: Cache) -> float:
+        """Return the mean of KL(dense || cache) over the steps, in nats."""
         exact = self.logits.log_softmax(-1)
-        seen = answers(self.model, [self.filled(cache) for cache in caches], self.following).log_softmax(-1)
-        return (exact.exp() * (exact - seen)).sum(-1).mean(-1).tolist()
-
-
-class SideBySide(DynamicCache):
-    """Several caches of one row each, which a model takes for one of as many rows: weights are read once for all."""
-
-    def __init__(self, caches: list[Cache]) -> None:
-        super().__init__()
-        self.caches = caches
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
-        shown = [tuple(map(torch.clone, cache.update(keys, values, layer_idx))) for cache, keys, values in rows]
-        keys, values = zip(*shown, strict=True)
-        return torch.cat(keys), torch.cat(values)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.caches[0].get_seq_length(layer_idx)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.caches[0].get_mask_sizes(query_length, layer_idx)
+        seen = answers(self.model, self.filled(cache), self.following).log_softmax(-1)
+        return float((exact.exp() * (exact - seen)).sum(-1).mean())
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, caches: list[Cache], tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits ``[caches, tokens, vocabulary]`` after each of the tokens, given one at a time."""
-    cache = SideBySide(caches)
+def answers(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits ``[tokens, vocabulary]`` after each of the tokens, given one at a time."""
     steps = [
-        model(token.expand(len(caches), 1), use_cache=True, **{CACHE_ARGUMENT: cache}).logits[:, -1].float()
-        for token in tokens.split(1, 1)
+        model(token, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0, -1].float() for token in tokens.split(1, 1)
     ]
-    return torch.stack(steps, dim=1)
+    return torch.stack(steps)
 
 
 @torch.no_grad()
@@ -99,7 +75,7 @@ def reference(loaded: LoadedModel, prompt: int, steps: int) -> Reference:
     loaded.model(ids[:, :prompt], use_cache=True, **{CACHE_ARGUMENT: dense})
     states = [(layer.keys.clone(), layer.values.clone()) for layer in dense.layers]
     following = ids[:, prompt:]
-    return Reference(loaded.model, states, following, answers(loaded.model, [dense], following)[0])
+    return Reference(loaded.model, states, following, answers(loaded.model, dense, following))
 
 
 OURS: dict[str, tuple[str, dict[str, object]]] = {

@@ -159,20 +159,20 @@ def model(request: pytest.FixtureRequest, models: Callable[[str], PreTrainedMode
 
 
 def exact_backends() -> list[str]:
-    """Return the installed backends that load and promise exactness with their default config, without those
-    that leave attention to another.
+    """Return the installed backends that load and promise exactness with their default config.
 
-    Not those that hold another's layers elsewhere: on the CPU they are that backend's own, and from a disk
-    test_offload.py has them.
+    Not those that leave attention to another, nor those that hold another's layers elsewhere: on the
+    CPU they are that backend's own, and from a disk test_offload.py has them.
     """
     spec = kvrack.ModelSpec.uniform(1)
     names = []
     for name, info in kvrack.backends().items():
-        if name in ("mamba", "encoder-decoder") or info.error is not None:
-            continue
-        if hasattr(kvrack.resolve(name).config, "tier"):
-            continue
-        if kvrack.create_cache(name, spec, max_length=64).capabilities.lossless:
+        if (
+            name not in ("mamba", "encoder-decoder")
+            and info.error is None
+            and not hasattr(kvrack.resolve(name).config, "tier")
+            and kvrack.create_cache(name, spec, max_length=64).capabilities.lossless
+        ):
             names.append(name)
     return names
 

@@ -10,8 +10,8 @@ import pytest
 from kvrack_spec.conform import pytest_arguments
 
 CONFIGS = [
-    ("nbits=2", "residual_length=8"),
-    ("nbits=3", "nbits_value=8", "axis_key=1", "axis_value=0", "q_group_size=30", "sink_tokens=5"),
+    ("nbits=2", "q_group_size=4", "residual_length=3", "sink_tokens=2"),
+    ("nbits=3", "nbits_value=8", "axis_key=1", "axis_value=0", "q_group_size=30", "residual_length=0"),
     ("layout=static", "max_cache_len=600", "axis_key=1", "residual_length=8"),
 ]
 

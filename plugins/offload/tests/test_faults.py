@@ -20,6 +20,7 @@ from offload_helpers import expect_alike, expect_state, feed, spec, state_of, st
 
 import kvrack
 from kvrack_offload.homes import Home
+from kvrack_offload.spill import SpillFile
 
 INNERS = [
     pytest.param({"inner": "dynamic"}, id="dynamic"),
@@ -181,6 +182,22 @@ def test_a_truncated_file_is_an_error_and_never_zeros(on_disk, tmp_path, left):
     del cache
     gc.collect()
     assert not path.exists()
+
+
+def test_room_made_while_another_thread_reads_is_no_truncation(tmp_path, monkeypatch):
+    file, out = SpillFile(tmp_path), torch.empty(8, dtype=torch.uint8)
+    file.take(1 << 16)
+    fstat = os.fstat
+
+    def grows_meanwhile(descriptor):
+        status = fstat(descriptor)
+        monkeypatch.setattr(os, "fstat", fstat)
+        file.take(1 << 16)
+        return status
+
+    monkeypatch.setattr(os, "fstat", grows_meanwhile)
+    file.read(0, out)
+    assert os.fstat is fstat
 
 
 def test_a_file_whose_name_is_gone_serves_on(on_disk, tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from kvrack_spec.conform import pytest_arguments
 
 CONFIGS = [
-    ("nbits=2", "residual_length=8"),
-    ("axis_key=0", "axis_value=-1", "q_group_size=30", "sink_tokens=5"),
+    ("nbits=2", "q_group_size=4", "residual_length=3", "sink_tokens=2"),
+    ("axis_key=0", "axis_value=-1", "q_group_size=30", "residual_length=0"),
 ]
 
 

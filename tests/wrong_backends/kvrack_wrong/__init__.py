@@ -65,6 +65,7 @@ for _name, _layer, _config in (
     ("breaks-graph", "wrong_layers:BreaksGraph", DYNAMIC),
     ("initialized-too-soon", "wrong_layers:InitializedTooSoon", DYNAMIC),
     ("hides-memory", "wrong_layers:HidesMemory", DYNAMIC),
+    ("predicts-too-little", "wrong_layers:PredictsTooLittle", DYNAMIC),
     ("capacity-in-silence", "wrong_layers:CapacityInSilence", PLAIN),
     ("select-cuts-tail-only", "wrong_codecs:SelectCutsTailOnly", INT8),
     ("reorder-forgets-scales", "wrong_codecs:ReorderForgetsScales", INT8),

@@ -307,6 +307,16 @@ class HidesMemory(DynamicLayer):
         return super().nbytes // 4
 
 
+class PredictsTooLittle(DynamicLayer):
+    """Fault: where there is no data, room is made for the tokens alone; with data, for half as many more."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not key_states.is_meta:
+            for buffer in (self._keys, self._values):
+                buffer.growth, buffer.limit = 1.5, None
+        return super().update(key_states, value_states)
+
+
 class CapacityInSilence(StaticLayer):
     """Fault: tokens past the capacity are dropped, without an error."""
 

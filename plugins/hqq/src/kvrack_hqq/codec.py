@@ -68,7 +68,8 @@ def optimize(groups: torch.Tensor, inverse: torch.Tensor, zero: torch.Tensor, le
         zero: code of 0.0 to begin with, ``[1, groups]``.
         levels: the largest code.
     """
-    if torch.compiler.is_compiling():
+    # What has no data can't be asked which groups go on, no more than a graph can.
+    if torch.compiler.is_compiling() or groups.is_meta:
         return _optimize_traced(groups, inverse, zero, levels)
     pieces = zip(*(torch.split(each, PIECE, 1) for each in (groups, inverse, zero)), strict=True)
     return torch.cat([_optimize_piece(own, scales, zeros, levels) for own, scales, zeros in pieces], dim=1)

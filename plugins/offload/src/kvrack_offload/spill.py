@@ -117,7 +117,9 @@ class SpillFile:
 
     def _check(self) -> None:
         # Before each use: once written to again, a truncated file would read as zeros.
-        if self._is_whole and os.fstat(self._fd).st_size < self._end:
+        # The end first: another thread may make room in between.
+        end = self._end
+        if self._is_whole and os.fstat(self._fd).st_size < end:
             self._is_whole = False
         if not self._is_whole:
             raise OffloadError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvrack_transformers.creating import create_cache, wrap
     from kvrack_transformers.enabling import disable, enable, is_enabled
     from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
-    from kvrack_transformers.fallback import generate
+    from kvrack_transformers.generating import generate
     from kvrack_transformers.identity import fingerprint
     from kvrack_transformers.reading import UnknownLayerType, model_spec
 
@@ -34,7 +34,7 @@ _LATE = {
     "create_cache": "kvrack_transformers.creating",
     "disable": "kvrack_transformers.enabling",
     "enable": "kvrack_transformers.enabling",
-    "generate": "kvrack_transformers.fallback",
+    "generate": "kvrack_transformers.generating",
     "is_enabled": "kvrack_transformers.enabling",
     "model_spec": "kvrack_transformers.reading",
     "wrap": "kvrack_transformers.creating",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvrack_command(name: str) -> click.Command | None:
-    """Return the subcommand `generate` or `chat`."""
+    """Return the subcommand `generate`, `chat` or `plan`."""
     if name == "generate":
         from kvrack_transformers.generate_command import generate
 
@@ -21,4 +21,8 @@ def kvrack_command(name: str) -> click.Command | None:
         from kvrack_transformers.chat_command import chat
 
         return chat
+    if name == "plan":
+        from kvrack_transformers.plan_command import plan
+
+        return plan
     return None

@@ -160,3 +160,24 @@ def test_layers_may_differ_when_initialized_early(subject: Subject) -> None:
     _fill(subject, cache)
     _fill(subject, other)
     _expect_same_layers(subject, cache, other)
+
+
+@pytest.mark.rule("C8")
+@pytest.mark.parametrize("tokens", [300, 2700])
+def test_memory_is_predicted(subject: Subject, kind: str, tokens: int) -> None:
+    shape = Shape(batch=2)
+    fields = {"kv_heads": shape.heads, "key_head_dim": shape.key_dim, "value_head_dim": shape.value_dim}
+    model = kvrack.ModelSpec(layers=(layer_spec(kind, **fields),) * 2)
+    settings = dict(subject.settings)
+    cache = kvrack.create_cache(subject.name, model, tokens, **settings)
+    if 0 <= cache.get_max_length() < tokens:
+        pytest.skip(f"{tokens} tokens are past the capacity that the settings give")
+    for new in (tokens - 1, 1):
+        for index in range(2):
+            cache.update(*subject.states(new, shape, seed=index), index)
+    predicted = kvrack.predict_memory(subject.name, model, tokens, shape.batch, shape.dtype, **settings)
+    expect(
+        abs(predicted.nbytes - cache.nbytes) <= 0.03 * cache.nbytes,
+        f"{cache.nbytes} bytes predicted, within 3%, as the cache holds",
+        predicted.nbytes,
+    )
