@@ -18,7 +18,11 @@ from kvrack_transformers.versions import CACHE_ARGUMENT
 KINDS = ["llama", "gemma2"]
 """One with full layers, one that has windows beside them."""
 
-SETTINGS = {"hqq": {"q_group_size": 16, "residual_length": 4}, "quanto": {"q_group_size": 16, "residual_length": 4}}
+SETTINGS = {
+    "hqq": {"q_group_size": 16, "residual_length": 4},
+    "quanto": {"q_group_size": 16, "residual_length": 4},
+    "offload": {"tier": "disk"},
+}
 CAPACITY = 96
 
 
