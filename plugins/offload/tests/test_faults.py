@@ -269,10 +269,16 @@ def test_a_process_that_ends_in_the_middle_leaves_nothing(tmp_path, way):
     if way == "interrupt":
         time.sleep(0.05)
         process.send_signal(signal.SIGINT)
+        # Python drops an interrupt that comes inside a finalizer, and whoever pressed the keys presses them again.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode != 0
     assert ("KeyboardInterrupt" if way == "interrupt" else "in the middle") in error
-    assert files(tmp_path) == []
+    # torch has a folder of its own among the temporary ones.
+    assert [path for path in files(tmp_path) if path.name.startswith("kvrack")] == []
 
 
 # --- config -------------------------------------------------------------------------------------
