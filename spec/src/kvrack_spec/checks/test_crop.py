@@ -155,7 +155,8 @@ def test_recording_changes_nothing_that_is_seen(subject: Subject, kind: str) -> 
     layer, twin = subject.layer(kind), subject.layer(kind)
     layer.activate_past_recording()
     for step, new in enumerate((9, 1, 1, 1)):
-        expect_same(layer, twin, *subject.states(new, seed=step))
+        # Tokens that a window dropped aren't encoded with the others, and sums of other lengths round otherwise.
+        expect_same(layer, twin, *subject.states(new, seed=step), times=2.0)
 
 
 @pytest.mark.rule("L22")
