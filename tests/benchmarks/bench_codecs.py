@@ -48,7 +48,7 @@ def quality(only: str, prompt: int, steps: int) -> None:
     print(f"mean KL(dense || cache) over {steps} teacher-forced steps after {prompt} tokens, float32")
     for name, make in caches(loaded.model):
         if re.search(only, name):
-            print(f"{name:40s} {base.divergences([make()])[0]:.5f}", flush=True)
+            print(f"{name:40s} {base.divergence(make()):.5f}", flush=True)
 
 
 def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
