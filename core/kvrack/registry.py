@@ -84,8 +84,9 @@ def _scan(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]
 
 
 def refresh() -> None:
-    """Forget the scan, so that distributions installed since are seen."""
+    """Forget the scan and what plugins answered, so that distributions installed since are seen."""
     _scan.cache_clear()
+    _answer.cache_clear()
 
 
 def _provider(entry_point: EntryPoint) -> str:
@@ -135,6 +136,12 @@ def _module_not_found(entry_point: EntryPoint, error: ModuleNotFoundError) -> Kv
 
 def _call_hook(entry_point: EntryPoint, hook: str) -> Any:
     """Import one plugin, check its hooks' signatures, and return what its hook answers."""
+    return _answer(entry_point, hook, tuple(sys.path))
+
+
+@lru_cache(maxsize=256)
+def _answer(entry_point: EntryPoint, hook: str, path: tuple[str, ...]) -> Any:
+    # Kept as the scan is: a companion is resolved for each layer of a model. What raises isn't kept.
     plugin = _import_plugin(entry_point)
     provider, kind = _provider(entry_point), _KINDS[entry_point.group]
     manager = pluggy.PluginManager(hookspecs.PROJECT)
