@@ -46,6 +46,9 @@ class EncodedLayer(BufferedLayer):
     Raises InvalidPlugin when the context has no codec.
     """
 
+    _capacity: int | None = None
+    """Tokens that memory is allocated for at once; None where it grows."""
+
     def __init__(self, spec: LayerSpec, config: BackendConfig, context: BuildContext) -> None:
         super().__init__(spec, config, context)
         self._codecs = (context.new_codec(config, "keys"), context.new_codec(config, "values"))
@@ -54,7 +57,13 @@ class EncodedLayer(BufferedLayer):
     def _buffer(self, codec: Codec) -> EncodedBuffer:
         context = self.context
         slot = _scratch_slot(self.spec, context, codec.role)
-        return EncodedBuffer(codec, lambda rows: context.buffer(rows=rows), context.scratch, slot, context.backend)
+        return EncodedBuffer(
+            codec,
+            lambda rows: context.buffer(rows=rows, capacity=self._capacity),
+            context.scratch,
+            slot,
+            context.backend,
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,17 +98,6 @@ class BlocksLayer(EncodedLayer):
         super().__init__(spec, config, context)
         if spec.window is None and capacity is None:
             raise missing_capacity(context)
-
-    def _buffer(self, codec: Codec) -> EncodedBuffer:
-        context = self.context
-        slot = _scratch_slot(self.spec, context, codec.role)
-        return EncodedBuffer(
-            codec,
-            lambda rows: context.buffer(rows=rows, capacity=self._capacity),
-            context.scratch,
-            slot,
-            context.backend,
-        )
 
     @property
     def capabilities(self) -> Capabilities:
