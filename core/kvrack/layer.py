@@ -488,12 +488,12 @@ def refuse_positive(tokens: int) -> None:
 
 def allocations(storage: dict[str, torch.Tensor]) -> dict[str, int]:
     """Return the bytes allocated for each name, memory that two names share counted at the first."""
-    seen: set[int] = set()
+    seen: set[tuple[torch.device, int]] = set()
     sizes: dict[str, int] = {}
     for name, tensor in storage.items():
         memory = tensor.untyped_storage()
         # On the meta device there is no address.
-        identity = memory._cdata if memory.device.type == "meta" else memory.data_ptr()
+        identity = memory.device, memory._cdata if memory.device.type == "meta" else memory.data_ptr()
         fresh = identity not in seen
         seen.add(identity)
         sizes[name] = memory.nbytes() if fresh else 0

@@ -20,7 +20,7 @@ import torch
 
 from kvrack.cache import Cache
 from kvrack.errors import KvrackError, SnapshotError, UnsupportedOperation
-from kvrack.layer import AttentionLayer
+from kvrack.layer import AttentionLayer, allocations
 from kvrack.recipe import Recipe
 from kvrack.snapshot import Description, describe, load
 from kvrack.trie import Trie
@@ -266,20 +266,18 @@ class PrefixStore:
         self._tries[entry.kind].remove(entry.tokens)
 
     def _nbytes(self) -> int:
-        memory: dict[tuple[str, int], int] = {}
+        here: dict[str, torch.Tensor] = {}
         total = 0
-        for entry in self._entries:
+        for number, entry in enumerate(self._entries):
             if entry.cache is None:
                 total += entry.file_bytes
                 continue
-            for layer in entry.cache.layers:
+            for index, layer in enumerate(entry.cache.layers):
                 if away := layer.elsewhere():
                     total += sum(each.nbytes for each in away)
-                    continue
-                for tensor in layer.storage().values():
-                    storage = tensor.untyped_storage()
-                    memory[str(tensor.device), storage.data_ptr()] = storage.nbytes()
-        return total + sum(memory.values())
+                else:
+                    here |= {f"{number}.{index}.{name}": tensor for name, tensor in layer.storage().items()}
+        return total + sum(allocations(here).values())
 
     # --- the folder -----------------------------------------------------------------------------
 
