@@ -10,7 +10,7 @@ import torch
 
 from kvrack.backend import Capabilities
 from kvrack.config import BackendConfig
-from kvrack.layer import AttentionLayer, BuildContext, Elsewhere, StateLayer, allocations
+from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, Elsewhere, StateLayer, allocations
 from kvrack.model import LayerSpec
 
 ATTENTION = "attention."
@@ -165,12 +165,12 @@ class HybridLayer(AttentionLayer, StateLayer):
         return next((part.batch_size for part in self._parts if part.is_initialized), -1)
 
     def elsewhere(self) -> list[Elsewhere]:
-        away = [replace(each, role=f"{ATTENTION}{each.role}") for each in self.attention.elsewhere()]
-        if not away:
+        attention, states = self.attention.elsewhere(), self.states.elsewhere()
+        if not (attention or states):
             return []
-        states = self.states.storage()
-        sizes = allocations(states)
-        return away + [Elsewhere(name, str(tensor.device), sizes[name]) for name, tensor in states.items()]
+        # Where one part is elsewhere, the other is told by its device, since all of the layer must be in the list.
+        attention, states = attention or _on_device(self.attention), states or _on_device(self.states)
+        return [*(replace(each, role=f"{ATTENTION}{each.role}") for each in attention), *states]
 
     def storage(self) -> dict[str, torch.Tensor]:
         return _joined(self.attention.storage(), self.states.storage())
@@ -204,6 +204,12 @@ class HybridLayer(AttentionLayer, StateLayer):
         context = copy.deepcopy(self.context, memo)
         twin = memo[id(self)] = HybridLayer(self.spec, self.config, context, attention, states)
         return twin
+
+
+def _on_device(part: CacheLayer) -> list[Elsewhere]:
+    storage = part.storage()
+    sizes = allocations(storage)
+    return [Elsewhere(name, str(tensor.device), sizes[name]) for name, tensor in storage.items()]
 
 
 def _joined(attention: dict[str, Held], states: dict[str, Held]) -> dict[str, Held]:

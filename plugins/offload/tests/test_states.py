@@ -50,6 +50,17 @@ def test_states_are_as_on_the_device(tmp_path, offload_states):
     assert all(map(torch.equal, step(cache, 90, 5), step(twin, 90, 5)))
 
 
+def test_memory_says_of_each_part_of_a_hybrid_layer_where_it_is(tmp_path):
+    model = kvrack.ModelSpec(layers=(HYBRID,) * 4)
+    cache = kvrack.create_cache("offload", model, 64, tier="disk", folder=str(tmp_path), offload_states=True)
+    step(cache, 0, 5)
+    places = {
+        (row.layer, row.role): row.device for row in cache.memory() if row.role.startswith(("attention", "states"))
+    }
+    assert {places[0, "attention.keys"], places[0, "states.recurrent.0"], places[0, "states.conv.0"]} == {"disk"}
+    assert places[3, "states.recurrent.0"] == "cpu", "the newest two are still in the slots"
+
+
 def _loaded(cache: kvrack.Cache, path) -> kvrack.Cache:
     cache.save(path)
     return kvrack.load(path)
