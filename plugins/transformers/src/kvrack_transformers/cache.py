@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as HFCache
 
 import kvrack
-from kvrack.cache import MemoryRow
 from kvrack.layer import CacheLayer, EmptyLayer, StateLayer
 from kvrack_transformers import versions
 from kvrack_transformers.layer_states import LayerStates
+from kvrack_transformers.owning import OwnsRack
 
 
-class TransformersCache(HFCache):
+class TransformersCache(OwnsRack, HFCache):  # type: ignore[misc]
     """A kvrack cache as `transformers.Cache`, to pass as ``past_key_values=`` (or ``cache=``).
 
     It derives from transformers' class because models and masks ask `isinstance`; none of that
@@ -25,10 +24,6 @@ class TransformersCache(HFCache):
     Attributes:
         rack: the kvrack cache.
     """
-
-    # transformers' Cache sets these in its constructor, which is not called.
-    layer_class_to_replicate = None
-    offloading = False
 
     def __init__(self, rack: kvrack.Cache) -> None:
         self.rack = rack
@@ -114,33 +109,9 @@ class TransformersCache(HFCache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.rack.get_max_length(layer_idx)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` in releases before 5.13."""
-        return self.rack.get_max_length(layer_idx)
-
-    @property
-    def max_cache_len(self) -> int:
-        return self.rack.get_max_length()
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.rack.batch_size
-
-    @property
-    def batch_size(self) -> int:
-        return self.rack.batch_size
-
     @property
     def is_compileable(self) -> bool:
         return self.rack.is_compileable
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.rack.is_croppable
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.rack.is_initialized
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -158,16 +129,6 @@ class TransformersCache(HFCache):
         return bool(getattr(self.rack.layers[layer_idx], "record_past", False))
 
     # --- what generate does with it -------------------------------------------------------------
-
-    def early_initialization(
-        self,
-        batch_size: int,
-        num_heads: int | Sequence[int],
-        head_dim: int | Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.rack.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     def reset(self) -> None:
         self.rack.reset()
@@ -195,12 +156,6 @@ class TransformersCache(HFCache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.rack.reorder_cache(beam_idx)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.rack.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.rack.batch_select_indices(indices)
-
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         if not (only_non_sliding and self.rack.layers[layer_idx].is_sliding):
             self.rack.offload(layer_idx)
@@ -211,28 +166,9 @@ class TransformersCache(HFCache):
 
     # --- what a user asks -----------------------------------------------------------------------
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory really held; see `kvrack.Cache.nbytes`."""
-        return self.rack.nbytes
-
-    def memory(self) -> list[MemoryRow]:
-        """Bytes by layer, role and device; see `kvrack.Cache.memory`."""
-        return self.rack.memory()
-
     def fork(self, tokens: int | None = None) -> TransformersCache:
         """Return an independent cache with the same state, or that of its first `tokens`; see `kvrack.Cache.fork`."""
         return TransformersCache(self.rack.fork(tokens))
-
-    def save(
-        self,
-        path: str | Path,
-        fingerprint: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        notes: Mapping[str, str] | None = None,
-    ) -> None:
-        """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
-        self.rack.save(path, fingerprint, token_ids, notes)
 
 
 torch.utils._pytree.register_pytree_node(

@@ -20,9 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
-from kvrack_transformers.cache import TransformersCache
 from kvrack_transformers.creating import AnyCache, create_cache
-from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.versions import VALIDATE_TAKES_USER_ATTRIBUTES, cache_argument
 
 logger = logging.getLogger("kvrack.transformers")
@@ -175,7 +173,7 @@ def _prepare_cache_for_generation(
         )
         note_cache(model_kwargs[argument])
     cache = model_kwargs.get(argument)
-    if drafts and isinstance(cache, TransformersCache | TransformersEncoderDecoderCache):
+    if drafts and isinstance(cache, AnyCache):
         # Drafts are rolled back; releases before about 5.15 don't ask for it themselves.
         cache.activate_past_recording()
     return answer

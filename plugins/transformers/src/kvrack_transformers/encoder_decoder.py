@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache
 
 import kvrack
-from kvrack.cache import MemoryRow
 from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.owning import OwnsRack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -38,7 +36,7 @@ class CrossAttentionCache(TransformersCache):
             super().__init__(rack)
 
 
-class TransformersEncoderDecoderCache(EncoderDecoderCache):
+class TransformersEncoderDecoderCache(OwnsRack, EncoderDecoderCache):  # type: ignore[misc]
     """A kvrack cache as `transformers.EncoderDecoderCache`, to pass as ``past_key_values=`` (or ``cache=``).
 
     It derives from transformers' class because models ask `isinstance`. What it holds is kvrack's.
@@ -48,9 +46,6 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
         self_attention_cache: the decoder's own layers.
         is_updated: for each layer whether the encoder's output is held; models set and read it.
     """
-
-    layer_class_to_replicate = None
-    offloading = False
 
     def __init__(self, rack: kvrack.Cache) -> None:
         self.rack = rack
@@ -72,38 +67,8 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
 
     # --- what generate does with it -------------------------------------------------------------
 
-    @property
-    def max_cache_len(self) -> int:
-        return self.rack.get_max_length()
-
-    @property
-    def max_batch_size(self) -> int:
-        return self.rack.batch_size
-
-    @property
-    def batch_size(self) -> int:
-        return self.rack.batch_size
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.rack.is_initialized
-
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` in releases before 5.13."""
-        return self.rack.get_max_length(layer_idx)
-
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.self_attention_cache.get_seq_length(layer_idx)
-
-    def early_initialization(
-        self,
-        batch_size: int,
-        num_heads: int | Sequence[int],
-        head_dim: int | Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.rack.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens of the decoder; see `TransformersCache.crop`. Cross-attention stays."""
@@ -112,29 +77,10 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
     def activate_past_recording(self) -> None:
         self.self_attention_cache.activate_past_recording()  # type: ignore[no-untyped-call]
 
-    @property
-    def is_croppable(self) -> bool:
-        return self.rack.is_croppable
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.rack.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.rack.batch_select_indices(indices)
-
     def is_recording_past(self, layer_idx: int) -> bool:
         return bool(self.self_attention_cache.is_recording_past(layer_idx))
 
     # --- what a user asks -----------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory really held; see `kvrack.Cache.nbytes`."""
-        return self.rack.nbytes
-
-    def memory(self) -> list[MemoryRow]:
-        """Bytes by layer, role and device, cross-attention after the decoder's own; see `kvrack.Cache.memory`."""
-        return self.rack.memory()
 
     def fork(self, tokens: int | None = None) -> TransformersEncoderDecoderCache:
         """Return an independent cache with the same state, or that of the decoder's first `tokens`; see
@@ -144,16 +90,6 @@ class TransformersEncoderDecoderCache(EncoderDecoderCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersEncoderDecoderCache:
         twin = memo[id(self)] = TransformersEncoderDecoderCache(copy.deepcopy(self.rack, memo))
         return twin
-
-    def save(
-        self,
-        path: str | Path,
-        fingerprint: str | None = None,
-        token_ids: Sequence[int] | None = None,
-        notes: Mapping[str, str] | None = None,
-    ) -> None:
-        """Write the cache to one file, for ``kvrack_transformers.wrap(kvrack.load(path))``; see `kvrack.Cache.save`."""
-        self.rack.save(path, fingerprint, token_ids, notes)
 
 
 torch.utils._pytree.register_pytree_node(

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvrack
-from kvrack_transformers.cache import TransformersCache
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
 from kvrack_transformers.enabling import note_cache
-from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.reading import model_spec
 from kvrack_transformers.versions import cache_argument
 
@@ -46,7 +44,7 @@ def generate_once(
     given = next((settings[name] for name in CACHE_ARGUMENTS if settings.get(name) is not None), None)
     if given is None and prefix_store is not None and prompt is not None and prompt.is_plain:
         return _generate_from(prefix_store, model, inputs, settings, prompt)
-    if prompt is not None and isinstance(given, TransformersCache | TransformersEncoderDecoderCache):
+    if prompt is not None and isinstance(given, AnyCache):
         names = [name for name in CACHE_ARGUMENTS if settings.get(name) is not None]
         settings = {**settings, **dict.fromkeys(names, expanded(given, prompt.sequences))}
     return model.generate(inputs, **settings)  # type: ignore[operator]
