@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -23,8 +24,20 @@ TOGETHER = 64
 
 
 class GroupedConfig(CodecConfig):
-    """Base of a grouped codec's config. A subclass adds the bits and what selects the grouping."""
+    """Base of a grouped codec's config. A subclass says which bits and axes its library has.
 
+    Attributes:
+        axis_over_tokens: the library's axis of which a group is a channel over tokens; at any other
+            it is a token's channels.
+    """
+
+    axis_over_tokens: ClassVar[int]
+
+    nbits: int = Field(description="bits of a number")
+    nbits_key: int | None = Field(default=None, description="bits for keys, where they differ from nbits")
+    nbits_value: int | None = Field(default=None, description="bits for values, where they differ from nbits")
+    axis_key: int = Field(description="the library's axis for keys")
+    axis_value: int = Field(description="the library's axis for values")
     q_group_size: int = Field(default=64, ge=1, description="numbers that share a scale and an offset, at most")
     residual_length: int = Field(
         default=128, ge=0, description="newest tokens that are kept exact; a block is encoded once all of it is older"
@@ -35,6 +48,14 @@ class GroupedConfig(CodecConfig):
         description=f"first tokens of the sequence that are kept exact; "
         f"when unset, {SINKS_OF_LOW_BITS} where {LOW_BITS} bits or fewer are used, else none",
     )
+
+    def bits(self, role: Role) -> int:
+        """Return the bits that keys or values are kept in."""
+        return (self.nbits_key if role == "keys" else self.nbits_value) or self.nbits
+
+    def is_per_channel(self, role: Role) -> bool:
+        """Return whether a group is a channel over tokens."""
+        return (self.axis_key if role == "keys" else self.axis_value) == self.axis_over_tokens
 
 
 @dataclass(frozen=True)
@@ -64,13 +85,13 @@ class GroupedCodec(Codec):
         config: the backend's validated config.
         role: whether it is keys or values that this instance encodes.
         packing: how `pack` packs.
-        per_channel: whether a group is a channel over tokens, or a token's channels.
     """
 
-    def __init__(self, config: GroupedConfig, role: Role, packing: Packing, per_channel: bool) -> None:
+    def __init__(self, config: GroupedConfig, role: Role, packing: Packing) -> None:
         super().__init__(config, role)
         self.packing = packing
-        self.per_channel = per_channel
+        # A group is a channel over tokens, or a token's channels.
+        self.per_channel = per_channel = config.is_per_channel(role)
         self.levels: int = 2**packing.bits - 1
         self.block_tokens = config.q_group_size if per_channel else 1
         # Fitting takes many small steps, whose cost is the same for one token as for some dozens.

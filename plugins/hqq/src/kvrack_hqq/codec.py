@@ -43,7 +43,7 @@ class HqqCodec(GroupedCodec):
 
     def __init__(self, config: HqqConfig, role: Role) -> None:
         packing, self._pack = PACKINGS[config.bits(role)]
-        super().__init__(config, role, packing, config.is_per_channel(role))
+        super().__init__(config, role, packing)
 
     def fit(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = groups.aminmax(dim=0, keepdim=True)

@@ -29,7 +29,7 @@ class QuantoCodec(GroupedCodec):
     def __init__(self, config: QuantoConfig, role: Role) -> None:
         self._type, packing = TYPES[config.bits(role)]
         self._optimizer = MaxOptimizer()
-        super().__init__(config, role, packing, config.is_per_channel(role))
+        super().__init__(config, role, packing)
 
     def fit(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale, shift = self._optimizer.optimize(groups, self._type, GROUPS_LAST)
