@@ -14,7 +14,7 @@ from kvrack.commands import kvrack as group
 def _plan(*arguments: str) -> dict:
     result = CliRunner().invoke(group, ["plan", "--json", *arguments])
     assert result.exit_code == 0, result.output
-    return json.loads(result.output)
+    return json.loads(result.stdout)
 
 
 def test_prediction_is_what_a_model_run_leaves(model_folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from rich.filesize import decimal
 import kvrack
 from kvrack.commands import output, print_json, settings_option, table
 from kvrack_transformers.models import DEFAULT_MODEL, ModelError, converted_folder, find_model
+from kvrack_transformers.running import own_warnings_only
 
 if TYPE_CHECKING:
     import torch
@@ -96,12 +98,14 @@ def plan(
     plans: list[Plan] = []
     refused: dict[str, str] = {}
     unknown: tuple[int, ...] = ()
-    for name in sorted(kvrack.backends()):
-        try:
-            plans.append(_plan(name, spec, context, batch, chosen, settings, room))
-            unknown = kvrack.predict_memory(name, spec, 1, 1, chosen, **settings).unknown
-        except (kvrack.KvrackError, OSError, RuntimeError) as error:
-            refused[name] = " ".join(str(error).split())
+    with own_warnings_only():
+        for name in sorted(kvrack.backends()):
+            try:
+                predicted = kvrack.predict_memory(name, spec, context, batch, chosen, **settings)
+                plans.append(_plan(name, predicted, spec, context, batch, chosen, settings, room))
+                unknown = predicted.unknown
+            except (kvrack.KvrackError, OSError, RuntimeError) as error:
+                refused[name] = " ".join(str(error).split())
     if not plans:
         raise kvrack.KvrackError(f"no installed backend can be planned: {'; '.join(refused.values()) or 'none'}")
     best, reason = _recommend(plans, memory)
@@ -171,21 +175,28 @@ def _weights(config: Any, dtype: torch.dtype) -> int | None:
 
 
 def _plan(
-    name: str, spec: kvrack.ModelSpec, context: int, batch: int, dtype: torch.dtype, settings: dict[str, Any],
+    name: str,
+    predicted: kvrack.Prediction,
+    spec: kvrack.ModelSpec,
+    context: int,
+    batch: int,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
     room: int | None,
-) -> Plan:  # fmt: skip
-    predicted = kvrack.predict_memory(name, spec, context, batch, dtype, **settings)
+) -> Plan:
+    def resident_with(tokens: int) -> int:
+        return kvrack.predict_memory(name, spec, tokens, batch, dtype, **settings).resident
+
     resident = predicted.resident
     lossless = kvrack.create_cache(name, spec, context, **settings).capabilities.lossless
     fits = longest = None
     if room is not None:
         fits = resident <= room
-        longest = _longest(lambda tokens: kvrack.predict_memory(name, spec, tokens, batch, dtype, **settings).resident,
-                           room, spec.max_length)  # fmt: skip
+        longest = _longest(resident_with, room, spec.max_length)
     return Plan(name, predicted.nbytes, resident, fits, longest, lossless, predicted.is_constructed)
 
 
-def _longest(resident: Any, room: int, most: int | None) -> int:
+def _longest(resident: Callable[[int], int], room: int, most: int | None) -> int:
     """Return the largest number of tokens, up to `most`, that take at most `room` bytes."""
     low, high = 0, most or UNBOUNDED
     if resident(high) <= room:
