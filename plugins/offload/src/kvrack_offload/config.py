@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +30,9 @@ class PlaceConfig(BackendConfig):
     inner_config: dict[str, Any] = Field(default={}, description="the held backend's own keys")
 
     @property
+    @abstractmethod
     def held(self) -> tuple[str, dict[str, Any]]:
         """The name of the backend that is held elsewhere, and its keys."""
-        raise NotImplementedError
 
     @model_validator(mode="after")
     def _folder_is_read(self) -> PlaceConfig:
