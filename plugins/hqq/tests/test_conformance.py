@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from kvrack_spec.conform import pytest_arguments
+from kvrack_spec.conform import expect_conformance
 
 CONFIGS = [
     ("nbits=2", "q_group_size=4", "residual_length=3", "sink_tokens=2"),
@@ -18,9 +15,4 @@ CONFIGS = [
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
 def test_hqq_conforms(settings: tuple[str, ...]) -> None:
-    # A process of its own: the suite is a pytest session.
-    command = [sys.executable, "-m", "pytest", *pytest_arguments("hqq", settings, quick=True)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "CONFORMS" in done.stdout
-    assert "DOES NOT" not in done.stdout
+    expect_conformance("hqq", settings, quick=True)

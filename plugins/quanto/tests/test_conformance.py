@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from kvrack_spec.conform import pytest_arguments
+from kvrack_spec.conform import expect_conformance
 
 CONFIGS = [
     ("nbits=2", "q_group_size=4", "residual_length=3", "sink_tokens=2"),
@@ -17,9 +14,4 @@ CONFIGS = [
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
 def test_quanto_conforms(settings: tuple[str, ...]) -> None:
-    # A process of its own: the suite is a pytest session.
-    command = [sys.executable, "-m", "pytest", *pytest_arguments("quanto", settings, quick=True)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "CONFORMS" in done.stdout
-    assert "DOES NOT" not in done.stdout
+    expect_conformance("quanto", settings, quick=True)

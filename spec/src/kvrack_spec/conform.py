@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -56,6 +58,23 @@ def run_conformance(arguments: list[str]) -> tuple[int, Result | None]:
     keep = _Keep()
     code = int(pytest.main(arguments, plugins=[keep]))
     return code, keep.result
+
+
+def expect_conformance(name: str, settings: tuple[str, ...] = (), quick: bool = False) -> None:
+    """Raise AssertionError, with the report, unless the backend conforms: what a plugin's own test calls.
+
+    Runs in a process of its own, since the suite is a pytest session.
+
+    Args:
+        name: of the backend.
+        settings: keys of its config, ``"key=value"`` each.
+        quick: every check, with a few of its parameters each.
+    """
+    command = [sys.executable, "-m", "pytest", *pytest_arguments(name, settings, quick=quick)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "CONFORMS" in done.stdout
+    assert "DOES NOT" not in done.stdout
 
 
 @click.command(name="conform")
