@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from kvrack.cache import Cache, create_cache
     from kvrack.codec import Codec, CodecConfig
     from kvrack.config import BackendConfig, LayoutConfig
+    from kvrack.context import BuildContext
     from kvrack.hybrid import HybridLayer
-    from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, StateLayer
+    from kvrack.layer import AttentionLayer, CacheLayer, StateLayer
     from kvrack.placement import Placement
     from kvrack.preallocated import PreallocatedLayer
     from kvrack.predict import Prediction, predict_memory
@@ -47,7 +48,7 @@ _LATE = {
     "AttentionLayer": "kvrack.layer",
     "BackendConfig": "kvrack.config",
     "BufferedLayer": "kvrack.buffered",
-    "BuildContext": "kvrack.layer",
+    "BuildContext": "kvrack.context",
     "Cache": "kvrack.cache",
     "CacheLayer": "kvrack.layer",
     "Codec": "kvrack.codec",

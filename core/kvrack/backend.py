@@ -16,7 +16,8 @@ from kvrack.errors import InvalidPlugin
 
 if TYPE_CHECKING:
     from kvrack.config import BackendConfig
-    from kvrack.layer import BuildContext, CacheLayer
+    from kvrack.context import BuildContext
+    from kvrack.layer import CacheLayer
     from kvrack.model import LayerSpec
 
 

@@ -8,8 +8,9 @@ import torch
 
 from kvrack.buffer import TOKENS, Tokens
 from kvrack.config import BackendConfig
+from kvrack.context import BuildContext
 from kvrack.errors import ShapeMismatch
-from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
+from kvrack.layer import AttentionLayer, refuse_positive
 from kvrack.model import LayerSpec
 
 Part = TypeVar("Part")

@@ -13,8 +13,9 @@ import torch
 from kvrack.backend import Capabilities
 from kvrack.companions import build_layer
 from kvrack.config import BackendConfig
+from kvrack.context import BuildContext
 from kvrack.errors import UnsupportedOperation
-from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, EmptyLayer, StateLayer, allocations
+from kvrack.layer import AttentionLayer, CacheLayer, EmptyLayer, StateLayer, allocations
 from kvrack.model import LayerSpec, ModelSpec
 from kvrack.recipe import Recipe
 from kvrack.registry import Resolved, resolve

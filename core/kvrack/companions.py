@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvrack.config import KNOWN_DISTRIBUTIONS
+from kvrack.context import BuildContext
 from kvrack.errors import UnknownBackend, UnsupportedOperation
-from kvrack.layer import BuildContext, CacheLayer
+from kvrack.layer import CacheLayer
 from kvrack.model import LayerSpec
 from kvrack.registry import Resolved, installed, resolve
 

@@ -11,10 +11,10 @@ from kvrack.buffer import TOKENS
 from kvrack.buffered import BufferedLayer
 from kvrack.codec import Codec, EncodedBuffer, Role
 from kvrack.config import BackendConfig, LayoutConfig
+from kvrack.context import BuildContext
 from kvrack.encoded_slots import EncodedSlots
 from kvrack.errors import CapacityExceeded
 from kvrack.fixed import FixedTokens
-from kvrack.layer import BuildContext
 from kvrack.model import LayerSpec
 from kvrack.preallocated import PreallocatedLayer, missing_capacity
 

@@ -10,7 +10,8 @@ import torch
 
 from kvrack.backend import Capabilities
 from kvrack.config import BackendConfig
-from kvrack.layer import AttentionLayer, BuildContext, CacheLayer, Elsewhere, StateLayer, allocations
+from kvrack.context import BuildContext
+from kvrack.layer import AttentionLayer, CacheLayer, Elsewhere, StateLayer, allocations
 from kvrack.model import LayerSpec
 
 ATTENTION = "attention."

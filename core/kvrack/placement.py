@@ -48,3 +48,9 @@ class Placement:
 
 
 DEVICE = Placement()
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Tell torch.compile that `tensor` stays where it is, so that CUDA graphs may write to it."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)

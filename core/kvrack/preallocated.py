@@ -12,9 +12,11 @@ from kvrack.buffer import TOKENS, check_states
 from kvrack.buffered import check_pair, of_role, prefixed
 from kvrack.codec import Role
 from kvrack.config import BackendConfig
+from kvrack.context import BuildContext
+from kvrack.count import TokenCount
 from kvrack.errors import CapacityExceeded, InvalidConfig
-from kvrack.fixed import FixedTokens, TokenCount, view_size
-from kvrack.layer import AttentionLayer, BuildContext, refuse_positive
+from kvrack.fixed import FixedTokens, view_size
+from kvrack.layer import AttentionLayer, refuse_positive
 from kvrack.model import LayerSpec
 
 Layer = TypeVar("Layer", bound="PreallocatedLayer")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvrack.fixed import FixedBuffer, RingBuffer, TokenCount, view_size
+from kvrack.count import TokenCount
+from kvrack.fixed import FixedBuffer, RingBuffer, view_size
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvrack
 from kvrack import LayerSpec, ModelSpec, TokenBuffer
 from kvrack.buffer import TOKENS
-from kvrack.fixed import FixedBuffer, RingBuffer, TokenCount
+from kvrack.count import TokenCount
+from kvrack.fixed import FixedBuffer, RingBuffer
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack import ShapeMismatch
-from kvrack.fixed import keep_address
-from kvrack.placement import DEVICE, Placement
+from kvrack.placement import DEVICE, Placement, keep_address
 
 
 class StateBuffer:
