@@ -21,22 +21,10 @@ import kvrack_transformers as kt
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_encoder_decoders import ENCODER_DECODERS
-from tiny_states import STATES
+from tiny_states import ATTENTION as BASE
+from tiny_states import STATES, VOCAB
 
 WINDOW = 6
-VOCAB = 64
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
 
 
 def llama() -> PreTrainedModel:
@@ -175,6 +163,16 @@ def exact_backends() -> list[str]:
         ):
             names.append(name)
     return names
+
+
+def lossy_backends() -> list[str]:
+    """Return the other installed backends that load, without those that leave attention to another."""
+    exact = exact_backends()
+    return [
+        name
+        for name, info in kvrack.backends().items()
+        if info.error is None and name not in (*exact, "mamba", "encoder-decoder")
+    ]
 
 
 @pytest.fixture(params=exact_backends())

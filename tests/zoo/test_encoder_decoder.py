@@ -21,7 +21,7 @@ from kvrack_transformers import versions
 from kvrack_transformers.versions import CACHE_ARGUMENT
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import exact_backends
+from conftest import exact_backends, lossy_backends
 from tiny_encoder_decoders import ENCODER_DECODERS
 
 pytestmark = pytest.mark.skipif("encoder-decoder" not in installed(), reason="kvrack-encoder-decoder is not installed")
@@ -30,11 +30,7 @@ STEPS = 6
 PAIRS = [("dynamic", name) for name in ENCODER_DECODERS] + [
     (backend, name) for backend in exact_backends() if backend != "dynamic" for name in ("t5", "t5gemma")
 ]
-LOSSY = [
-    name
-    for name, info in kvrack.backends().items()
-    if info.error is None and name not in (*exact_backends(), "mamba", "encoder-decoder")
-]
+LOSSY = lossy_backends()
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)

@@ -22,7 +22,7 @@ from kvrack_transformers import versions
 from kvrack_transformers.versions import PURE_STATE_ARGUMENT, cache_argument
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import exact_backends
+from conftest import exact_backends, lossy_backends
 from tiny_states import STATES
 
 pytestmark = pytest.mark.skipif("mamba" not in installed(), reason="kvrack-mamba is not installed")
@@ -40,11 +40,7 @@ if "linear_attention" not in LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING:
     # Early transformers has no masks for models with states and a cache that may return unused slots.
     OTHERS = [name for name in OTHERS if not kvrack.create_cache(name, SPEC, max_length=8).is_compileable]
 PAIRS = [("dynamic", name) for name in STATES] + [(backend, name) for backend in OTHERS for name in BOTH]
-LOSSY = [
-    name
-    for name, info in kvrack.backends().items()
-    if info.error is None and name not in (*exact_backends(), "mamba", "encoder-decoder")
-]
+LOSSY = lossy_backends()
 
 
 @pytest.fixture(params=PAIRS, ids="-".join)

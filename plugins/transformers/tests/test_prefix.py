@@ -34,26 +34,6 @@ class Fed:
         self._hook.remove()
 
 
-@pytest.fixture(scope="module")
-def mistral() -> transformers.PreTrainedModel:
-    """A model with a window of 6."""
-    torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=6,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return transformers.MistralForCausalLM(config).eval()
-
-
 def filled(model, prompt: torch.Tensor) -> kt.TransformersCache:
     cache = kt.create_cache(model, "dynamic")
     with torch.no_grad():
