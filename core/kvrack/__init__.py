@@ -24,7 +24,7 @@ from kvrack.errors import (
     UnsupportedOperation,
 )
 from kvrack.hookspecs import hookimpl
-from kvrack.model import LayerSpec, ModelSpec
+from kvrack.model import LayerSpec, ModelSpec, Shard
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ __all__ = [
     "Prediction",
     "Resolved",
     "ShapeMismatch",
+    "Shard",
     "SnapshotError",
     "StateLayer",
     "TokenBuffer",

@@ -11,6 +11,7 @@ import torch
 
 import kvrack
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
+from kvrack_transformers.dispatched import input_device
 from kvrack_transformers.enabling import note_cache
 from kvrack_transformers.reading import model_spec
 from kvrack_transformers.versions import cache_argument
@@ -172,16 +173,17 @@ def prefill(model: PreTrainedModel, cache: AnyCache, token_ids: Sequence[int]) -
     taken = inspect.signature(model.forward).parameters
     has_states = any(layer.spec.states for layer in cache.rack.layers)
     remaining = list(token_ids)
+    device = input_device(model)
     while remaining:
         seen = cache.get_seq_length()
         count = 1 if has_states and seen else len(remaining)
-        ids = torch.tensor([remaining[:count]], device=model.device)
+        ids = torch.tensor([remaining[:count]], device=device)
         extra: dict[str, Any] = {
             # Logits of thousands of tokens would take more memory than the cache.
             "logits_to_keep": 1,
             # Some models count from 0 again where they aren't told.
-            "position_ids": torch.arange(seen, seen + count, device=model.device)[None],
-            "attention_mask": torch.ones((1, seen + count), dtype=torch.long, device=model.device),
+            "position_ids": torch.arange(seen, seen + count, device=device)[None],
+            "attention_mask": torch.ones((1, seen + count), dtype=torch.long, device=device),
         }
         known = {name: value for name, value in extra.items() if name in taken}
         with torch.no_grad():
