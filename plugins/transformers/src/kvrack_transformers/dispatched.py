@@ -75,12 +75,14 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 
 def _device_of(path: Path) -> torch.device | None:
-    """Return where the nearest hook has a module run, else where its weights are; None if it has none."""
-    for _, module in path:
+    """Return where a hook has a module run, its own, its parts' or its parents', else where its weights are; None
+    if it has none."""
+    inner = path[0][1]
+    for module in (*inner.modules(), *(parent for _, parent in path[1:])):
         for hook in _hooks(module):
             if (device := getattr(hook, "execution_device", None)) is not None:
                 return torch.device(device)
-    return next((weight.device for weight in path[0][1].parameters()), None)
+    return next((weight.device for weight in inner.parameters()), None)
 
 
 def _offloaded(path: Path, name: str, weight: torch.Tensor) -> torch.Tensor:
