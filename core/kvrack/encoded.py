@@ -63,6 +63,7 @@ class EncodedLayer(BufferedLayer):
             context.scratch,
             slot,
             context.backend,
+            context.origin,
         )
 
     @property
@@ -141,6 +142,7 @@ class SlotsLayer(PreallocatedLayer):
             context.scratch,
             self._scratch_slots[role],
             context.backend,
+            context.origin,
         )
 
     @property

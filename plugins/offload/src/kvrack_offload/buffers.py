@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack.buffer import TOKENS, check_states
+from kvrack.events import Origin
 from kvrack.fixed import beside, carries_gradient
 from kvrack_offload.prefetch import Station
 from kvrack_offload.strip import Form, Strip, form_of
@@ -27,6 +28,15 @@ class HeldBuffer:
         self._is_whole = is_whole
         self._station = station
         self._strip = Strip(station)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     def __len__(self) -> int:
         """Return the number of tokens held."""
@@ -132,6 +142,15 @@ class HeldFixed:
         self.slots = slots
         self._station = station
         self._strip = Strip(station, slots)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     @property
     def is_allocated(self) -> bool:
