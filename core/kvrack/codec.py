@@ -8,7 +8,7 @@ were given, and older ones decoded into memory that is used again at every step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from kvrack.buffer import TOKENS, PlainTokens
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
-from kvrack.scratch import Scratch
+from kvrack.scratch import WORK, Scratch
 
 Role = Literal["keys", "values"]
 TAIL = "tail"
@@ -54,6 +54,9 @@ class Codec(ABC):
     Args:
         config: the backend's validated config.
         role: whether it is keys or values that this instance encodes.
+
+    Attributes:
+        scratch: what `memory` takes from; of a layer's codec, the cache's, so that it is counted and shared.
     """
 
     block_tokens: int = 1
@@ -74,6 +77,7 @@ class Codec(ABC):
     def __init__(self, config: BackendConfig, role: Role) -> None:
         self.config = config
         self.role = role
+        self.scratch = Scratch()
 
     @property
     def residual_length(self) -> int:
@@ -111,6 +115,15 @@ class Codec(ABC):
             encoded: what `encode` returned for as many blocks, possibly as strided views. Read only.
             out: ``[batch, heads, blocks * block_tokens, head_dim]``, uninitialised, possibly strided.
         """
+
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory to work in, contiguous, used again by whoever next asks for `name`.
+
+        Large tensors made anew at each call cost more than what is computed in them.
+        """
+        if torch.compiler.is_compiling():
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.scratch.take(WORK + name, tuple(shape), dtype, device)
 
 
 class EncodedBuffer:

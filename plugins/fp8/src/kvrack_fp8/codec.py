@@ -40,10 +40,11 @@ class Fp8Codec(Codec):
             out.mul_(scale)
             return
         # Seven times faster than torch on CPUs: shifted, the bits are those of a float16 256 times smaller.
-        bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(WITHOUT_BIT_14)
-        halves, scale = bits.view(torch.float16), scale * 2.0**8
+        bits = self.memory("bits", codes.shape, torch.int16, codes.device)
+        halves = bits.copy_(codes.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(WITHOUT_BIT_14).view(torch.float16)
+        scale = scale * 2.0**8
         if out.dtype == torch.float32:
             out.copy_(halves).mul_(scale)
         else:
             # Half types are slow to compute with on CPUs.
-            out.copy_(halves.float().mul_(scale))
+            out.copy_(self.memory("states", codes.shape, torch.float32, codes.device).copy_(halves).mul_(scale))
