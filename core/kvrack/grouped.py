@@ -160,9 +160,7 @@ class GroupedCodec(Codec):
             piece = (tensor.narrow(2, first, count) for tensor in named)
             self._decode_piece(*piece, out.narrow(2, first * tokens, count * tokens))
 
-    def _decode_piece(
-        self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
         """Write the tokens of `out`, given what is theirs as `_split` cuts it."""
         codes = self._unpacked(packed)
         members, channels = self._members(out), out.shape[3]
