@@ -10,7 +10,7 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """448, the largest number of float8_e4m3fn (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
 
 SIGN_AND_REST = 0xBF80 - 2**16
-"""As an int16, the bits of a byte that was widened, sign first, and shifted by 7: not bit 14, which repeats the sign."""
+"""As an int16, what is kept of a byte that was widened and shifted by 7: all but bit 14, which repeats the sign."""
 
 FOUR_OF_THEM = 0xBF80_BF80_BF80_BF80 - 2**64
 """The same for each of four int16 in an int64."""
