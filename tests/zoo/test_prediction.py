@@ -74,5 +74,5 @@ def test_an_encoders_output_is_counted_by_its_own_length(name: str) -> None:
 
 
 def test_every_family_that_is_known_is_here() -> None:
-    assert LATENT == set(LATENT_ATTENTION)
+    assert set(LATENT_ATTENTION) == LATENT
     assert set(FAMILIES) <= set(CONFIGS)
