@@ -24,7 +24,7 @@ from kvrack.errors import (
     UnsupportedOperation,
 )
 from kvrack.hookspecs import hookimpl
-from kvrack.model import LayerSpec, ModelSpec
+from kvrack.model import LayerSpec, ModelSpec, StateShape
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ __all__ = [
     "ShapeMismatch",
     "SnapshotError",
     "StateLayer",
+    "StateShape",
     "TokenBuffer",
     "UnknownBackend",
     "UnsupportedOperation",

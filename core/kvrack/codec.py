@@ -141,6 +141,7 @@ class EncodedBuffer:
         scratch: memory to decode into.
         slot: its slot to use.
         backend: name the codec was asked for by, for messages.
+        limit: tokens the whole use will need, None when unknown; `scratch` gets no room beyond it until it is passed.
     """
 
     def __init__(
@@ -150,12 +151,14 @@ class EncodedBuffer:
         scratch: Scratch,
         slot: str,
         backend: str = "",
+        limit: int | None = None,
     ) -> None:
         self.codec = codec
         self._backend = backend
         self._new_buffer = new_buffer
         self._scratch = scratch
         self._slot = slot
+        self._limit = limit
         if codec.block_tokens < 1:
             raise self._broken(f"block_tokens is {codec.block_tokens}; expected 1 or more")
         self._block = codec.block_tokens
@@ -210,7 +213,7 @@ class EncodedBuffer:
             A view of the scratch; `states` itself when nothing was held; a tensor of its own where
             `states` carry a gradient.
         """
-        everything = self._with_past(states)
+        everything = self._with_past(states, keep)
         self._take_in(states.detach(), keep)
         return everything
 
@@ -394,7 +397,7 @@ class EncodedBuffer:
 
     # --- giving back ----------------------------------------------------------------------------
 
-    def _with_past(self, states: torch.Tensor) -> torch.Tensor:
+    def _with_past(self, states: torch.Tensor, keep: int | None) -> torch.Tensor:
         if len(self) == 0:
             return states
         past, new = self._skip + len(self), states.shape[TOKENS]
@@ -404,10 +407,26 @@ class EncodedBuffer:
             assert held is not None
             return torch.cat([held, states], dim=TOKENS)
         batch, heads, _, channels = states.shape
-        out = self._scratch.take(self._slot, (batch, heads, past + new, channels), states.dtype, states.device)
+        most = self._most_shown(past, new, keep)
+        out = self._scratch.take(
+            self._slot,
+            (batch, heads, past + new, channels),
+            states.dtype,
+            states.device,
+            None if most is None else batch * heads * most * channels,
+        )
         self._decode_into(out)
         out.narrow(TOKENS, past, new).copy_(states)
         return out.narrow(TOKENS, self._skip, past + new - self._skip)
+
+    def _most_shown(self, past: int, new: int, keep: int | None) -> int | None:
+        """Return how many tokens updates like this one will ever decode and add, None when unknown."""
+        most = None if self._limit is None or past + new > self._limit else self._limit
+        if keep is None:
+            return most
+        # Of the oldest block the window may need a single token.
+        windowed = keep + self._block - 1 + new
+        return windowed if most is None else min(most, windowed)
 
     def _decode_into(self, out: torch.Tensor) -> None:
         """Write the sinks, every block and the tail to the front of `out`."""

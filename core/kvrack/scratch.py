@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,17 +29,32 @@ class Scratch:
         self._owned += 1
         return f"{name}.{self._owned}"
 
-    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost."""
-        count = 1
-        for length in shape:
-            count *= length
+    def take(
+        self,
+        slot: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        most: int | None = None,
+    ) -> torch.Tensor:
+        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost.
+
+        Args:
+            slot: which memory to use again.
+            shape: of what is returned.
+            dtype: of its elements.
+            device: where it is.
+            most: elements that will ever be asked for, None when unknown: room for later ones isn't made beyond it.
+        """
+        count = math.prod(shape)
         key = (slot, dtype, device)
         memory = self._memory.get(key)
         if memory is None or memory.shape[0] < count:
             # The old piece goes first: both at once would double the peak.
             self._memory.pop(key, None)
-            memory = self._memory[key] = DEVICE.allocate((count + count // 4,), dtype, device)
+            roomy = count + count // 4
+            capacity = roomy if most is None else max(count, min(roomy, most))
+            memory = self._memory[key] = DEVICE.allocate((capacity,), dtype, device)
         return memory[:count].view(shape)
 
     def release(self, slot: str) -> None:
