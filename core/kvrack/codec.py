@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from kvrack import events
 from kvrack.buffer import TOKENS, PlainTokens
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
@@ -142,6 +143,7 @@ class EncodedBuffer:
         slot: its slot to use.
         backend: name the codec was asked for by, for messages.
         limit: tokens the whole use will need, None when unknown; `scratch` gets no room beyond it until it is passed.
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     def __init__(
@@ -152,9 +154,11 @@ class EncodedBuffer:
         slot: str,
         backend: str = "",
         limit: int | None = None,
+        origin: events.Origin | None = None,
     ) -> None:
         self.codec = codec
         self._backend = backend
+        self._origin = origin
         self._new_buffer = new_buffer
         self._scratch = scratch
         self._slot = slot
@@ -344,6 +348,9 @@ class EncodedBuffer:
         self._tail.append(stored, self._most_tail)
         self._blocks += ready - left_codes
         self._skip = skip
+        if encoded and not torch.compiler.is_compiling() and events.listeners and self._origin is not None:
+            nbytes = sum(code.nbytes for code in encoded.values())
+            self._origin.tell("flushed", ready * self._block, nbytes, str(states.device))
 
     def _drop_sinks(self, count: int) -> None:
         """Forget the oldest `count` sinks, as a window leaves them behind; once they are gone, their memory too."""
