@@ -25,7 +25,7 @@ from kvrack.errors import (
 )
 from kvrack.events import CacheEvent, Listening, listen
 from kvrack.hookspecs import hookimpl
-from kvrack.model import LayerSpec, ModelSpec
+from kvrack.model import LayerSpec, ModelSpec, StateShape
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ __all__ = [
     "ShapeMismatch",
     "SnapshotError",
     "StateLayer",
+    "StateShape",
     "TokenBuffer",
     "UnknownBackend",
     "UnsupportedOperation",

@@ -90,7 +90,9 @@ class BuildContext:
             raise InvalidPlugin(
                 self.backend, "its layer", "it encodes, but no codec was named; give Backend(codec=...)"
             )
-        return self.codec(config, role)
+        codec = self.codec(config, role)
+        codec.scratch = self.scratch
+        return codec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BuildContext:
         # Only these are state: a copied cache must not decode into the original's scratch.

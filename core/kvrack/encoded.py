@@ -63,6 +63,7 @@ class EncodedLayer(BufferedLayer):
             context.scratch,
             slot,
             context.backend,
+            context.max_length if self._capacity is None else self._capacity,
             context.origin,
         )
 

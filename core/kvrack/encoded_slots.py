@@ -266,4 +266,6 @@ class EncodedSlots:
 
     def _take(self, length: int) -> torch.Tensor:
         like = self._like()
-        return self._scratch.take(self._slot, (*like.shape[:TOKENS], length, like.shape[3]), like.dtype, like.device)
+        shape = (*like.shape[:TOKENS], length, like.shape[3])
+        # Lengths are few and far apart, so that room for a longer one would rarely do for the next.
+        return self._scratch.take(self._slot, shape, like.dtype, like.device, most=0)

@@ -24,10 +24,19 @@ class HeldBuffer:
     """
 
     def __init__(self, station: Station, limit: int | None = None, is_whole: bool = False) -> None:
-        self.limit = limit
         self._is_whole = is_whole
         self._station = station
         self._strip = Strip(station)
+        self.limit = limit
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens the whole use will need, None when unknown."""
+        return self._strip.limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._strip.limit = limit
 
     @property
     def origin(self) -> Origin | None:

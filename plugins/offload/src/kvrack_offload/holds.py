@@ -144,7 +144,7 @@ class Blob(Part):
         if self.like is None or self.home is None or self._memory is not None or not self.is_wanted:
             return []
         nbytes = self.like.numel() * self.like.dtype.itemsize
-        self._memory = self._station.take(self._number, nbytes, self.like.device)
+        self._memory = self._station.take(self._number, nbytes, self.like.device, most=nbytes)
         return [Job(self.home, self._first, self._memory)] if nbytes else []
 
     def read(self) -> torch.Tensor:

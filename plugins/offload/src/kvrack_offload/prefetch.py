@@ -235,12 +235,15 @@ class Station(Placement):
         if self.on_vacate is not None:
             self.on_vacate()
 
-    def take(self, number: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory of the slot for part `number`, uint8 ``[nbytes]``: what it had before, if as much fits."""
+    def take(self, number: int, nbytes: int, device: torch.device, most: int | None = None) -> torch.Tensor:
+        """Return memory of the slot for part `number`, uint8 ``[nbytes]``: what it had before, if as much fits.
+
+        `most` is how many bytes will ever be asked for, None when unknown.
+        """
         if self.slot is None or self.slot[0] != device:
             self.slot = (device, self.prefetcher.seat(self, device))
         return self.prefetcher.scratch.take(
-            f"{self.prefetcher.slot_name}.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device
+            f"{self.prefetcher.slot_name}.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device, most
         )
 
     # --- changing as a whole --------------------------------------------------------------------

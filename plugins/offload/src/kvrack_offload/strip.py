@@ -62,6 +62,8 @@ class Strip(Part):
     def __init__(self, station: Station, slots: int | None = None) -> None:
         self.station = station
         self.slots = slots
+        self.limit = slots
+        """Tokens that will be on the device together at the most, None when unknown; more may come."""
         self.origin: events.Origin | None = None
         """The layer that it belongs to, which its events name; None where nobody is told."""
         self.form: Form | None = None
@@ -214,7 +216,8 @@ class Strip(Part):
         form = self._form()
         # Memory outlives the mode it is first asked for in.
         with torch.inference_mode(False):
-            memory = self.station.take(self._number, rows * form.row_bytes, form.device)
+            most = None if self.limit is None or rows > self.limit else self.limit * form.row_bytes
+            memory = self.station.take(self._number, rows * form.row_bytes, form.device, most)
             return memory.view(form.dtype).view(rows, *form.row)
 
     def _bring(self, first: int, count: int, room: int) -> list[Job]:

@@ -7,6 +7,7 @@ release that it names for that.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,15 @@ def given_caches(settings: Mapping[str, Any]) -> list[str]:
 def states_are_hidden(tokens: int) -> str | None:
     """Return how to name a crop of states that models don't report to the cache, None where they do."""
     return None if RECORDS_STATES else f"crop({tokens}) of states in transformers before 5.21"
+
+
+@functools.cache
+def caches_latents() -> bool:
+    """Return whether multi-head latent attention caches the latent and the rotary part: in 5.24, in all its families;
+    up to 5.13 it cached keys and values expanded from them."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    return hasattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
 
 
 def cache_argument(model: PreTrainedModel) -> str:
