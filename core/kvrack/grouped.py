@@ -147,18 +147,22 @@ class GroupedCodec(Codec):
         }
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
-        named = [self._split(encoded[name], out) for name in ("codes", "scale", "offset")]
-        rows = named[0].shape[2]
+        codes, scale, offset = (self._split(encoded[name], out) for name in ("codes", "scale", "offset"))
+        rows = codes.shape[2]
         # A graph isn't made anew for another number of pieces.
         step = rows if torch.compiler.is_compiling() else max(1, PIECE * rows // out.numel())
         if step >= rows:
-            self._decode_piece(*named, out)
+            self._decode_piece(codes, scale, offset, out)
             return
         tokens = self.block_tokens
         for first in range(0, rows, step):
             count = min(step, rows - first)
-            piece = (tensor.narrow(2, first, count) for tensor in named)
-            self._decode_piece(*piece, out.narrow(2, first * tokens, count * tokens))
+            self._decode_piece(
+                codes.narrow(2, first, count),
+                scale.narrow(2, first, count),
+                offset.narrow(2, first, count),
+                out.narrow(2, first * tokens, count * tokens),
+            )
 
     def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
         """Write the tokens of `out`, given what is theirs as `_split` cuts it."""
