@@ -54,6 +54,11 @@ def launch(job: str, ranks: int, folder: Path, timeout: int) -> list[dict[str, A
         raise
     if process.returncode:
         raise RanksError(f"{job}: not all of {ranks} ranks came to their end\n{written[-TELLS:]}")
+    return reports(folder, job, ranks)
+
+
+def reports(folder: Path, job: str, ranks: int) -> list[dict[str, Any]]:
+    """Return what each rank of a job reported. Raises FileNotFoundError where one never came so far."""
     return [json.loads(report_path(folder, job, rank).read_text()) for rank in range(ranks)]
 
 

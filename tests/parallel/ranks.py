@@ -167,11 +167,15 @@ def beams(whole: PreTrainedModel, part: PreTrainedModel) -> Report:
 
 
 def store(folder: Path, whole: PreTrainedModel, part: PreTrainedModel) -> Report:
-    """Two stores in one folder, one after the other: the second reads what the first one's process left."""
+    """Stores in one folder, one after the other: the second reads what the first one's process left, and of the
+    third the first rank's files are gone."""
     ids = prompt(length=20)
     report: Report = {"expected": generate(whole, ids, use_cache=False).tolist(), "tokens": [], "hits": []}
-    for _ in range(2):
+    for run in range(3):
         distributed.barrier()
+        if run == 2 and distributed.get_rank() == 0:
+            for path in (folder / "store").glob("*.rank0of2.safetensors"):
+                path.unlink()
         prefixes = kvrack.PrefixStore(1 << 30, folder / "store", kt.fingerprint(part), kt.layer_devices(part))
         distributed.barrier()
         report["tokens"].append(
@@ -205,23 +209,22 @@ def data_parallel(model: PreTrainedModel, name: str, config: dict[str, Any]) -> 
 
 
 def four(folder: Path) -> Report:
-    """Four ranks, one KV head each, in the folder where two have saved."""
+    """Four ranks, one KV head each, in the folder where two have saved. Once they have reported one is killed."""
     report: Report = {"four": answers(folder, "four", ("dynamic", "static", "hqq", "offload of hqq"))}
     part = load_split(folder, "four")
     report["of two"] = message(lambda: kt.load(part, folder / "fp8.kv"))
     return report
 
 
-def dying(folder: Path) -> Report:
+def die(folder: Path) -> None:
     """The last of the ranks is killed while the others wait for it in the middle of an answer."""
-    part = load_split(folder, "llama")
+    part = load_split(folder, "four")
     if distributed.get_rank() == distributed.get_world_size() - 1:
         part.model.layers[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     generate(part, prompt(), cache_implementation="dynamic")
-    return {}
 
 
-JOBS = {job.__name__: job for job in (two, four, dying)}
+JOBS = {job.__name__: job for job in (two, four)}
 
 
 def main(job: str, folder: str, seconds: str) -> None:
@@ -234,6 +237,8 @@ def main(job: str, folder: str, seconds: str) -> None:
     report = JOBS[job](Path(folder))
     report_path(Path(folder), job, distributed.get_rank()).write_text(json.dumps(report))
     distributed.barrier()
+    if job == four.__name__:
+        die(Path(folder))
     distributed.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from kvrack_transformers.creating import AnyCache, create_cache, wrap
 from kvrack_transformers.dispatched import input_device
 from kvrack_transformers.enabling import note_cache
 from kvrack_transformers.reading import model_spec
+from kvrack_transformers.sharding import all_agree
 from kvrack_transformers.versions import cache_argument, given_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("kvrack.transformers")
 
 DEFAULT_BACKEND = "dynamic"
 """The backend of caches for a prefix store where nothing names one."""
@@ -129,10 +133,14 @@ def _generate_from(
     has_states = any(layer.spec.states for layer in fresh.layers)
     common = prompt.common
     found, length = store.get(common, like=fresh, room=needed)
-    rack = found or fresh
     # Where prompts part that could not be branched, as past a window, the next one finds a cache of the right length;
     # for several sequences the beginning is computed once; and states are fed with care, which `prefill` does.
     stop = len(common) if prompt.sequences > 1 or has_states else store.shared_length(common, like=fresh)
+    if not all_agree(model, (length, stop)):
+        # Ranks compute each token together, and one of their stores may have lost a file.
+        logger.warning("the ranks' prefix stores differ: the prompt is computed from its first token in each")
+        found, length, stop = None, 0, len(common)
+    rack = found or fresh
     if stop > length:
         prefill(model, wrap(rack), common[length:stop])
         store.put(common[:stop], rack)

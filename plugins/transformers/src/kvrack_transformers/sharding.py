@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torch import distributed
+
 from kvrack import LayerSpec, Shard
 
 KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
@@ -20,6 +22,20 @@ def shard_of(model: Any) -> Shard | None:
     # With several ways to split at once the mesh has a dimension for each, this one by name.
     rank = mesh.get_local_rank("tp") if mesh.ndim > 1 else mesh.get_local_rank()
     return Shard(rank, count)
+
+
+def all_agree(model: Any, value: object) -> bool:
+    """Return whether each rank of a model that is split gives the same `value`, True for a whole model.
+
+    Every rank must call it, and gets the same answer. `value` is one that pickle takes.
+    """
+    shard = shard_of(model)
+    if shard is None:
+        return True
+    mesh = model._device_mesh
+    values: list[object] = [None] * shard.count
+    distributed.all_gather_object(values, value, mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group())
+    return all(each == values[0] for each in values)
 
 
 def per_rank(layer: LayerSpec, model: Any, shard: Shard | None) -> LayerSpec:
