@@ -46,8 +46,52 @@ def test_memory_takes_units(model_folder: Path) -> None:
     assert _plan("--model", str(model_folder), "--memory", "500MB")["memory"] == 500_000_000
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--memory", "much"], "8GiB"), (["--model", "./none"], "no such")])
-def test_what_is_wrong_is_said(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(group, ["plan", *arguments])
+def test_weights_that_leave_no_room_are_what_is_said(model_folder: Path) -> None:
+    planned = _plan("--model", str(model_folder), "--memory", "1000")
+    assert planned["recommendation"] is None
+    assert "the weights alone take" in planned["reason"]
+    assert {(each["fits"], each["longest"]) for each in planned["plans"]} == {(False, 0)}
+
+
+def test_dtype_and_batch_scale_what_is_held(model_folder: Path) -> None:
+    plain = _plan("--model", str(model_folder), "--context", "64")
+    other = _plan("--model", str(model_folder), "--context", "64", "--batch", "6", "--dtype", "bfloat16")
+    assert (plain["version"], other["dtype"], other["batch"]) == (1, "bfloat16", 6)
+    sizes = [next(one["nbytes"] for one in each["plans"] if one["cache"] == "dynamic") for each in (plain, other)]
+    assert sizes[1] == 3 * sizes[0]
+    assert other["weights"] == plain["weights"] / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "much"], "8GiB"),
+        (["--memory", "0"], "above 0"),
+        (["--model", "./none"], "no such"),
+        (["--model", "none.json"], "no such file"),
+        (["--encoder-tokens", "5"], "no encoder"),
+        (["--set", "banana=1"], "no installed backend has a key 'banana'"),
+    ],
+)
+def test_what_is_wrong_is_said(model_folder: Path, arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(group, ["plan", "--model", str(model_folder), *arguments])
     assert result.exit_code == 2
     assert words in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not JSON"),
+        ("{}", '"model_type"'),
+        ('{"model_type": "banana"}', "banana"),
+        ('{"model_type": "llama", "num_hidden_layers": "many"}', "'many'"),
+    ],
+)
+def test_what_is_wrong_in_a_config_is_said(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    result = CliRunner().invoke(group, ["plan", "--model", str(tmp_path / "config.json")])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert len(result.output.splitlines()) == 1

@@ -133,7 +133,7 @@ def load_model(source: ModelSource, device: torch.device | str, activity: Activi
         place, remedy = str(folder), f". To convert it anew, delete {folder}"
     with activity(f"Loading {source.name}"), quiet():
         if source.kind == "hub":
-            offline = not _hub_answers(source.name)
+            offline = not hub_answers(source.name)
         try:
             return _load(place, device, offline)
         except Exception as error:
@@ -154,7 +154,7 @@ def _load(place: str, device: torch.device | str, offline: bool) -> LoadedModel:
     return LoadedModel(model.to(device).eval(), tokenizer)
 
 
-def _hub_answers(name: str) -> bool:
+def hub_answers(name: str) -> bool:
     """Return whether the hub can be reached. Raises ModelError where it answers that it has no such model.
 
     One plain question first: transformers' own asks again and again for half a minute.
