@@ -23,6 +23,7 @@ from kvrack.errors import (
     UnknownBackend,
     UnsupportedOperation,
 )
+from kvrack.events import CacheEvent, Listening, listen
 from kvrack.hookspecs import hookimpl
 from kvrack.model import LayerSpec, ModelSpec, StateShape
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
@@ -84,6 +85,7 @@ __all__ = [
     "BufferedLayer",
     "BuildContext",
     "Cache",
+    "CacheEvent",
     "CacheLayer",
     "Capabilities",
     "CapacityExceeded",
@@ -96,6 +98,7 @@ __all__ = [
     "KvrackError",
     "LayerSpec",
     "LayoutConfig",
+    "Listening",
     "MemoryRefused",
     "MissingDependency",
     "ModelSpec",
@@ -117,6 +120,7 @@ __all__ = [
     "create_cache",
     "describe",
     "hookimpl",
+    "listen",
     "load",
     "predict_memory",
     "resolve",

@@ -8,17 +8,18 @@ were given, and older ones decoded into memory that is used again at every step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 
+from kvrack import events
 from kvrack.buffer import TOKENS, PlainTokens
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
-from kvrack.scratch import Scratch
+from kvrack.scratch import WORK, Scratch
 
 Role = Literal["keys", "values"]
 TAIL = "tail"
@@ -54,6 +55,9 @@ class Codec(ABC):
     Args:
         config: the backend's validated config.
         role: whether it is keys or values that this instance encodes.
+
+    Attributes:
+        scratch: what `memory` takes from; of a layer's codec, the cache's, so that it is counted and shared.
     """
 
     block_tokens: int = 1
@@ -74,6 +78,7 @@ class Codec(ABC):
     def __init__(self, config: BackendConfig, role: Role) -> None:
         self.config = config
         self.role = role
+        self.scratch = Scratch()
 
     @property
     def residual_length(self) -> int:
@@ -112,6 +117,15 @@ class Codec(ABC):
             out: ``[batch, heads, blocks * block_tokens, head_dim]``, uninitialised, possibly strided.
         """
 
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory to work in, contiguous, used again by whoever next asks for `name`.
+
+        Large tensors made anew at each call cost more than what is computed in them.
+        """
+        if torch.compiler.is_compiling():
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.scratch.take(WORK + name, tuple(shape), dtype, device)
+
 
 class EncodedBuffer:
     """Tokens in order, oldest first: exact sinks, whole blocks as codes, then a tail of exact ones.
@@ -129,6 +143,7 @@ class EncodedBuffer:
         slot: its slot to use.
         backend: name the codec was asked for by, for messages.
         limit: tokens the whole use will need, None when unknown; `scratch` gets no room beyond it until it is passed.
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     def __init__(
@@ -139,9 +154,11 @@ class EncodedBuffer:
         slot: str,
         backend: str = "",
         limit: int | None = None,
+        origin: events.Origin | None = None,
     ) -> None:
         self.codec = codec
         self._backend = backend
+        self._origin = origin
         self._new_buffer = new_buffer
         self._scratch = scratch
         self._slot = slot
@@ -331,6 +348,9 @@ class EncodedBuffer:
         self._tail.append(stored, self._most_tail)
         self._blocks += ready - left_codes
         self._skip = skip
+        if encoded and not torch.compiler.is_compiling() and events.listeners and self._origin is not None:
+            nbytes = sum(code.nbytes for code in encoded.values())
+            self._origin.tell("flushed", ready * self._block, nbytes, str(states.device))
 
     def _drop_sinks(self, count: int) -> None:
         """Forget the oldest `count` sinks, as a window leaves them behind; once they are gone, their memory too."""

@@ -64,6 +64,7 @@ class EncodedLayer(BufferedLayer):
             slot,
             context.backend,
             context.max_length if self._capacity is None else self._capacity,
+            context.origin,
         )
 
     @property
@@ -142,6 +143,7 @@ class SlotsLayer(PreallocatedLayer):
             context.scratch,
             self._scratch_slots[role],
             context.backend,
+            context.origin,
         )
 
     @property

@@ -9,6 +9,9 @@ import torch
 
 from kvrack.placement import DEVICE
 
+WORK = "work."
+"""How the slots begin that codecs work in."""
+
 
 class Scratch:
     """Memory to decode into, one piece for each slot, dtype and device, used again at every step.
@@ -55,8 +58,10 @@ class Scratch:
         return memory[:count].view(shape)
 
     def release(self, slot: str) -> None:
-        """Give the memory of a slot back."""
-        self._memory = {key: memory for key, memory in self._memory.items() if key[0] != slot}
+        """Give the memory of a slot back, and all that codecs work in, which holds nothing between calls."""
+        self._memory = {
+            key: memory for key, memory in self._memory.items() if key[0] != slot and not key[0].startswith(WORK)
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the memory held, by slot, dtype and device in one name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack.buffer import TOKENS, check_states
+from kvrack.events import Origin
 from kvrack.fixed import beside, carries_gradient
 from kvrack_offload.prefetch import Station
 from kvrack_offload.strip import Form, Strip, form_of
@@ -36,6 +37,15 @@ class HeldBuffer:
     @limit.setter
     def limit(self, limit: int | None) -> None:
         self._strip.limit = limit
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     def __len__(self) -> int:
         """Return the number of tokens held."""
@@ -141,6 +151,15 @@ class HeldFixed:
         self.slots = slots
         self._station = station
         self._strip = Strip(station, slots)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     @property
     def is_allocated(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from kvrack import OffloadError, Placement
 from kvrack.buffer import PlainTokens
+from kvrack.events import Origin
 from kvrack.fixed import PlainFixedTokens
 from kvrack.scratch import Scratch
 from kvrack_offload.homes import DiskHome, Home, HostHome, Traffic
@@ -145,10 +146,16 @@ class Prefetcher:
 
 
 class Station(Placement):
-    """The placement of one layer: it gives out buffers that are held elsewhere, and moves them together."""
+    """The placement of one layer: it gives out buffers that are held elsewhere, and moves them together.
 
-    def __init__(self, prefetcher: Prefetcher) -> None:
+    Args:
+        prefetcher: of the cache.
+        origin: the layer, as its events name it.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, origin: Origin) -> None:
         self.prefetcher = prefetcher
+        self.origin = origin
         self.is_active = False
         """Whether the layer is being updated, so that buffers show what is in the slot."""
         self.shapes_only = False

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvrack import events
 from kvrack.buffer import TOKENS
 from kvrack.placement import DEVICE
 from kvrack_offload.lanes import Job, Lane
@@ -63,6 +64,8 @@ class Strip(Part):
         self.slots = slots
         self.limit = slots
         """Tokens that will be on the device together at the most, None when unknown; more may come."""
+        self.origin: events.Origin | None = None
+        """The layer that it belongs to, which its events name; None where nobody is told."""
         self.form: Form | None = None
         self.start = self.stop = 0
         self.shown: tuple[int, int] | None = None
@@ -177,6 +180,8 @@ class Strip(Part):
                 self._store(part.contiguous() if copies else part.clone(), first + at)
         end = max(self.stop, first + new)
         self.stop = end if self.slots is None else min(end, self.slots)
+        if events.listeners and self.origin is not None:
+            self.origin.tell("spilled", new, new * form.row_bytes, self.home.place)
 
     def _blank(self, rows: torch.Tensor) -> None:
         """Make of `rows` what is past `stop`."""
