@@ -44,6 +44,8 @@ GGUF_LIBRARIES = ("gguf", "accelerate", "platformdirs")
 WORKING = ".converting-"
 DAY = 24 * 60 * 60
 
+NOT_FOUND_OFFLINE = "no such file or folder, no copy of it in the hub's cache, and the hub can't be reached"
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Activity = Callable[[str], AbstractContextManager[None]]
@@ -140,7 +142,7 @@ def load_model(source: ModelSource, device: torch.device | str, activity: Activi
             # Loaders of many kinds raise as many kinds of errors; the cause is kept.
             reason = f"cannot be loaded: {_first_line(error)}{remedy}"
             if source.kind == "hub" and offline:
-                reason = "no such file or folder, no copy of it in the hub's cache, and the hub can't be reached"
+                reason = NOT_FOUND_OFFLINE
             raise ModelError(source.name, reason) from error
 
 

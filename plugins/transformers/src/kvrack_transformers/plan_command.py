@@ -15,8 +15,10 @@ from rich.filesize import decimal
 
 import kvrack
 from kvrack.commands import output, print_json, settings_option, table
+from kvrack.errors import closest
 from kvrack_transformers.models import (
     DEFAULT_MODEL,
+    NOT_FOUND_OFFLINE,
     ModelError,
     ModelSource,
     converted_folder,
@@ -86,12 +88,13 @@ def plan(
 
     Settings go to the backends that have them.
     """
+    source = _source(model)
     import torch
 
     from kvrack_transformers.planning import Need, plan_all, recommend
 
     with quiet():
-        config = _config(model)
+        config = _config(source)
         spec = _spec(config, model)
         encoded = _encoder_tokens(config, spec, encoder_tokens, context)
         named, counted = _dtypes(config, dtype)
@@ -217,40 +220,60 @@ def _idle_companions(spec: kvrack.ModelSpec) -> list[str]:
 # --- the config ----------------------------------------------------------------------------------
 
 
-def _config(model: str) -> Any:
+def _source(model: str) -> ModelSource:
+    """Return where the config is, read once to say what is wrong before the seconds that transformers takes."""
+    path = Path(model).expanduser()
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise ModelError(model, "no such file")
+        source = ModelSource(model, "folder", str(path))
+    else:
+        source = find_model(model)
+        path = Path(source.place) / "config.json"
+    if source.kind != "folder":
+        return source
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(model, f"expected JSON in {path}: {_line(error)}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise ModelError(model, f'{path} is not a model\'s config, there is no "model_type" in it')
+    return source
+
+
+def _config(source: ModelSource) -> Any:
     from transformers import AutoConfig
 
-    source = _source(model)
     place = source.place
     if source.kind == "gguf":
         place = str(converted_folder(Path(source.place)))
         if not Path(place).is_dir():
-            raise ModelError(model, f"it wasn't converted yet. Run: kvrack generate --model {model} Hello")
-    offline = source.kind != "hub" or not hub_answers(model)
+            raise ModelError(source.name, f"it wasn't converted yet. Run: kvrack generate --model {source.name} Hello")
+    offline = source.kind != "hub" or not hub_answers(source.name)
     try:
         return AutoConfig.from_pretrained(place, trust_remote_code=False, local_files_only=offline)
     except Exception as error:
         # Configs are checked in as many ways as there are families; the cause is kept.
         if source.kind == "hub" and offline:
-            reason = "no such file or folder, no copy of it in the hub's cache, and the hub can't be reached"
+            reason = f"{NOT_FOUND_OFFLINE}. Give its folder or its config.json"
         else:
-            reason = f"its config can't be read: {_line(error)}"
-        raise ModelError(model, reason) from error
+            reason = _unknown_type(place) or f"its config can't be read: {_line(error)}"
+        raise ModelError(source.name, reason) from error
 
 
-def _source(model: str) -> ModelSource:
-    path = Path(model).expanduser()
-    if path.suffix != ".json":
-        return find_model(model)
-    if not path.is_file():
-        raise ModelError(model, "no such file")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(model, f"not JSON: {_line(error)}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise ModelError(model, 'not a model\'s config, there is no "model_type" in it')
-    return ModelSource(model, "folder", str(path))
+def _unknown_type(place: str) -> str | None:
+    """Return what is wrong where transformers knows no model of the type that a config names, else None."""
+    import transformers
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    found = PretrainedConfig.get_config_dict(place, local_files_only=True)[0]
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return None
+    match = closest(kind, CONFIG_MAPPING)
+    meant = f" Did you mean {match!r}?" if match else ""
+    own = "code of its own, which kvrack plan doesn't run, or " if "auto_map" in found else ""
+    return f"transformers {transformers.__version__} knows no model type {kind!r}; it may need {own}a newer one.{meant}"
 
 
 def _spec(config: Any, model: str) -> kvrack.ModelSpec:

@@ -24,6 +24,9 @@ OTHER_NAMES = {"offloaded": "offload over dynamic", "offloaded_static": "offload
 UNBOUNDED = 1 << 24
 """Tokens beyond which no longest context is looked for."""
 
+BUILT = 1 << 17
+"""Tokens up to which caches are built to find the longest context; past it, their bytes go on in a straight line."""
+
 STEP = 1024
 """Tokens between two predictions that a straight line goes through, where each takes filling a cache."""
 
@@ -196,9 +199,13 @@ def _longest(predict: Callable[[int], Prediction], need: Need, found: Prediction
         except kvrack.CapacityExceeded:
             return False
 
-    low, high = 0, most
+    low, high = 0, min(most, BUILT)
     if fits(high):
-        return high
+        if high == most:
+            return high
+        held = predict(high).resident
+        each = (held - predict(high // 2).resident) / (high - high // 2)
+        return most if each <= 0 else min(most, high + int((room - held) // each))
     # What is wanted to three digits; a token more or less is decided by what else uses the memory.
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2
