@@ -13,7 +13,7 @@ from kvrack.commands import kvrack as group
 from kvrack.registry import installed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_encoder_decoders import t5
+from tiny_encoder_decoders import t5, whisper
 from tiny_families import STATES
 
 pytestmark = pytest.mark.skipif(
@@ -60,3 +60,10 @@ def test_an_encoders_length_is_counted_and_said(tmp_path: Path) -> None:
     # Three layers of four heads, keys and values of 8 float32; and a prefill's room to grow in neither.
     assert held[1] - held[0] == 100 * 3 * 4 * 2 * 8 * 4
     assert "encoder output of 64 tokens" in _run(tmp_path, config, "--context", "64")
+
+
+def test_the_positions_of_whispers_encoder_and_decoder_are_known(tmp_path: Path) -> None:
+    config = whisper().config
+    planned = json.loads(_run(tmp_path, config.to_dict(), "--context", "16", "--json"))
+    assert planned["encoder_tokens"] == config.max_source_positions
+    assert planned["max_length"] == config.max_target_positions

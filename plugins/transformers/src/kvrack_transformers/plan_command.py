@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,7 +280,10 @@ def _spec(config: Any, model: str) -> kvrack.ModelSpec:
     from kvrack_transformers.reading import model_spec
 
     try:
-        return model_spec(config)
+        spec = model_spec(config)
+        # Whisper and its kin name the decoder's positions so.
+        positions = getattr(config, "max_target_positions", None)
+        return replace(spec, max_length=positions) if spec.max_length is None and positions else spec
     except kvrack.KvrackError:
         raise
     except (AttributeError, TypeError, ValueError) as error:
