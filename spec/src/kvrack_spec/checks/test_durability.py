@@ -183,9 +183,9 @@ def test_each_rank_has_a_file_of_its_own(subject: Subject, tmp_path: Path) -> No
     for shard, part in zip(shards, parts, strict=True):
         loaded = kvrack.load(path, shard=shard)
         expect_same(_layer(loaded), _layer(part), *subject.states(1, Shape(heads=1), seed=77))
-    for shard in (None, kvrack.Shard(0, 4)):
+    for other in (None, kvrack.Shard(0, 4)):
         with pytest.raises(kvrack.SnapshotError, match="was saved by 2 ranks"):
-            kvrack.load(path, shard=shard)
+            kvrack.load(path, shard=other)
 
 
 @pytest.mark.rule("D8")
