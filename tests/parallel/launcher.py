@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 RANKS = Path(__file__).parent / "ranks.py"
-GRACE = 20
-"""Seconds after the ranks' own end of time in which torchrun notices it."""
+GRACE = 60
+"""Seconds beside the ranks' own, in which torchrun and they start and it notices their end."""
 TELLS = 20_000
 """Characters of what the ranks wrote that an error repeats."""
 
