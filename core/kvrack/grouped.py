@@ -16,14 +16,11 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from kvrack.codec import Codec, CodecConfig, Role
+from kvrack.codec import Codec, CodecConfig, Role, pieces
 
 LOW_BITS = 2
 SINKS_OF_LOW_BITS = 32
 TOGETHER = 64
-
-PIECE = 2**20
-"""Numbers that are decoded at a time, which bounds the memory that takes besides the result's."""
 
 EIGHT_ONES = 0x0101_0101_0101_0101
 """A 1 in each byte of an int64."""
@@ -148,17 +145,10 @@ class GroupedCodec(Codec):
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
         named = [self._split(encoded[name], out) for name in ("codes", "scale", "offset")]
-        rows = named[0].shape[2]
-        # A graph isn't made anew for another number of pieces.
-        step = rows if torch.compiler.is_compiling() else max(1, PIECE * rows // out.numel())
-        if step >= rows:
-            self._decode_piece(*named, out)
-            return
         tokens = self.block_tokens
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            piece = (tensor.narrow(2, first, count) for tensor in named)
-            self._decode_piece(*piece, out.narrow(2, first * tokens, count * tokens))
+        for first, count in pieces(named[0].shape[2], out.numel()):
+            packed, scale, offset = (tensor.narrow(2, first, count) for tensor in named)
+            self._decode_piece(packed, scale, offset, out.narrow(2, first * tokens, count * tokens))
 
     def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
         """Write the tokens of `out`, given what is theirs as `_split` cuts it."""
@@ -189,7 +179,7 @@ class GroupedCodec(Codec):
         shape[self._axis] = len(shifts) * words
         codes = self.memory("codes", shape, packed.dtype, packed.device)
         mask, wide = 2**self.packing.bits - 1, codes
-        if _is_eight_wide(packed) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and _is_eight_wide(packed):
             # Eight at a time, as a CPU has no shift of bytes. What a shift moves into a byte, the mask takes away.
             packed, wide, mask = packed.view(torch.int64), codes.view(torch.int64), mask * EIGHT_ONES
             words = packed.shape[self._axis]
