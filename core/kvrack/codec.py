@@ -443,7 +443,7 @@ class EncodedBuffer:
         )
         self._decode_into(out)
         out.narrow(TOKENS, past, new).copy_(states)
-        return out.narrow(TOKENS, self._skip, past + new - self._skip)
+        return out.narrow(TOKENS, self._skip, past + new - self._skip) if self._skip else out
 
     def _most_shown(self, past: int, new: int, keep: int | None) -> int | None:
         """Return how many tokens updates like this one will ever decode and add, None when unknown."""
@@ -476,7 +476,8 @@ class EncodedBuffer:
         for name, codes in self._codes.items():
             view = codes.view()
             assert view is not None
-            encoded[name] = view.narrow(TOKENS, first * self._rows[name], blocks * self._rows[name])
+            rows = self._rows[name]
+            encoded[name] = view if blocks == self._blocks else view.narrow(TOKENS, first * rows, blocks * rows)
         with torch.no_grad():
             self.codec.decode(encoded, out)
 

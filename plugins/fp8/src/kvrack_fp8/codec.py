@@ -45,6 +45,9 @@ class Fp8Codec(Codec):
             out.mul_(scale)
             return
         for first, count in pieces(out.shape[2], out.numel()):
+            if count == out.shape[2]:
+                self._decode_piece(codes, scale, out)
+                return
             self._decode_piece(*(tensor.narrow(2, first, count) for tensor in (codes, scale, out)))
 
     def _decode_piece(self, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
