@@ -186,12 +186,21 @@ class GroupedCodec(Codec):
         if _is_eight_wide(packed):
             # Eight at a time, as a CPU has no shift of bytes. What a shift moves into a byte, the mask takes away.
             packed, wide, mask = packed.view(torch.int64), codes.view(torch.int64), mask * EIGHT_ONES
-        for part, shift in zip(wide.chunk(len(shifts), dim=self._axis), shifts, strict=True):
+        parts = wide.chunk(len(shifts), dim=self._axis)
+        # Each part of a row beside the last is slow to write where it is two integers; part by part, they are many.
+        is_apart = wide.dtype == torch.int64 and not self.per_channel and packed.shape[4] == 2
+        if is_apart:
+            parts = self.memory("parts", (len(shifts), *packed.shape), torch.int64, packed.device).unbind(0)
+        for part, shift in zip(parts, shifts, strict=True):
             if shift == 0:
                 torch.bitwise_and(packed, mask, out=part)
             else:
                 torch.bitwise_right_shift(packed, shift, out=part)
                 part.bitwise_and_(mask)
+        if is_apart:
+            # Sixteen bytes are moved as one number.
+            for part, row in zip(parts, codes.view(torch.complex128).unbind(4), strict=True):
+                row.copy_(part.view(torch.complex128).squeeze(4))
         return codes
 
     def _members(self, states: torch.Tensor) -> int:
