@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of every tensor that is made while it is active, until that tensor is gone.
 
     What an operator takes and frees within itself isn't seen, nor is memory that isn't a tensor's. A
@@ -26,7 +26,7 @@ class PeakBytes(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}

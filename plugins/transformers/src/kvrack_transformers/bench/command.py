@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvrack_transformers.bench.run import Work
 
 DTYPES = ("float32", "bfloat16", "float16")
+WIDTH = 132
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""
 
@@ -111,7 +112,7 @@ def bench(
         from kvrack_transformers.bench.results import read
 
         first, second = (read(path) for path in compare)
-        render_comparison(first, second, compare, output())
+        render_comparison(first, second, compare, _wide_output())
         return
     _check_extra()
     from kvrack_transformers.bench.text import read_text
@@ -210,6 +211,26 @@ def _write(result: Bench, out: Path) -> None:
     from kvrack_transformers.bench.table import render
 
     write(result, out / "bench.json")
-    render(result, output())
-    written = ["bench.json"]
+    render(result, _wide_output())
+    written = ["bench.json", *_draw(result, out)]
     click.echo(f"\nWritten to {out}: {', '.join(written)}")
+
+
+def _draw(result: Bench, out: Path) -> list[str]:
+    """Write the page and the plots, and return their names."""
+    from kvrack_transformers.bench.page import page
+    from kvrack_transformers.bench.plots import PLOTS, figures, png
+
+    drawn = figures(result)
+    for name, figure in drawn.items():
+        (out / f"{name}.png").write_bytes(png(figure))
+    (out / "bench.html").write_text(page(result, drawn), encoding="utf-8")
+    return ["bench.html", *(f"{name}.png" for name in PLOTS if name in drawn)]
+
+
+def _wide_output() -> Console:
+    """Return a console whose tables stay whole in a file or a pipe."""
+    console = output()
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console

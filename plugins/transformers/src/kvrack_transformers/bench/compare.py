@@ -70,8 +70,8 @@ def _ratios(first: Context, second: Context) -> Table:
             size(other.stored_bytes) if other else NOTHING,
             part(other.stored_bytes, one.stored_bytes) if one and other else NOTHING,
             part(other.peak_bytes, one.peak_bytes) if one and other else NOTHING,
-            divergence(one.kl) if one else NOTHING,
-            divergence(other.kl) if other else NOTHING,
+            divergence(one) if one else NOTHING,
+            divergence(other) if other else NOTHING,
         )
     return rows
 

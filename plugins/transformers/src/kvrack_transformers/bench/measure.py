@@ -253,8 +253,10 @@ class ContextRun:
         places, scratch = runner.stored if runner.stored is not None else ({}, None)
         stored = sum(places.values()) if runner.stored is not None else None
         floor = None
-        if stored is not None and self._bandwidth is not None:
-            floor = (self._weight_bytes + stored) / self._bandwidth
+        dense = self.runners[0].stored
+        if stored is not None and dense is not None and self._bandwidth is not None:
+            # Room for tokens to come needn't be read, and the dense cache has none.
+            floor = (self._weight_bytes + min(stored, sum(dense[0].values()))) / self._bandwidth
         peaks = [each for each in (runner.prefill_peak, runner.decode_peak) if each is not None]
         moved = runner.moved if runner.stored is not None and runner.moving_steps else None
         return Measurement(

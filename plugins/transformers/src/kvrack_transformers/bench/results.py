@@ -15,6 +15,9 @@ KIND = "kvrack bench"
 VERSION = 1
 """Raised when a reader of the version before would misread what is written."""
 
+EXACT = 1e-6
+"""Divergence, in nats, below which only the order of additions differs."""
+
 Side = Literal["kvrack", "transformers"]
 SIDES: tuple[Side, ...] = ("kvrack", "transformers")
 
@@ -86,7 +89,9 @@ class Measurement(_Part):
     kl: float | None = Field(default=None, description="mean KL(dense || cache) of the next token, nats")
     agreement: float | None = Field(default=None, description="share of steps whose likeliest token is the dense one's")
     floor_seconds: float | None = Field(
-        default=None, description="a decode step at the measured bandwidth: (weight_bytes + stored_bytes) / bandwidth"
+        default=None,
+        description="a decode step at the measured bandwidth: weight_bytes and stored_bytes (of the dense cache, where "
+        "that is less) over bandwidth",
     )
     moved_in: float | None = Field(default=None, description="bytes a step brought back from elsewhere, where any")
     moved_out: float | None = Field(default=None, description="bytes a step moved elsewhere, where any")
@@ -120,6 +125,11 @@ class Measurement(_Part):
         """Smallest and largest of the repeats' medians."""
         medians = [statistics.median(repeat) for repeat in self.step_seconds if repeat]
         return (min(medians), max(medians)) if medians else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its answers are the dense cache's, rounding apart."""
+        return self.kl is not None and self.kl < EXACT
 
     @property
     def share(self) -> float | None:
@@ -157,8 +167,8 @@ class Context(_Part):
 class Bench(_Part):
     """A benchmark's result, as ``bench.json`` holds it."""
 
-    kind: Literal["kvrack bench"] = KIND
-    version: Literal[1] = VERSION
+    kind: Literal["kvrack bench"] = "kvrack bench"
+    version: Literal[1] = 1
     created: str = Field(description="when it began, ISO 8601 with UTC offset")
     machine: Machine
     request: Request

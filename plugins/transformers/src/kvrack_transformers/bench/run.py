@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvrack import KvrackError
 from kvrack_transformers.bench import theirs
@@ -130,8 +130,8 @@ def _bytes_read(model: PreTrainedModel) -> int:
     """Return the bytes of weights that a decode step reads: all but the table of embeddings, of which it reads a
     row, unless the answers are computed from the same table."""
     weights = {each.data_ptr(): each.nbytes for each in model.parameters()}
-    table = model.get_input_embeddings().weight
-    head = model.get_output_embeddings()
+    table: Any = model.get_input_embeddings().weight
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is not None and head.weight is not table:
         weights.pop(table.data_ptr(), None)
     return sum(weights.values())

@@ -32,17 +32,28 @@ def part(ours: float | None, theirs: float | None) -> str:
     return NOTHING if ours is None or theirs is None or theirs == 0 else f"{ours / theirs:.2f}"
 
 
-def divergence(kl: float | None) -> str:
-    """Return a KL divergence for a reader; what is only rounding shows as 0."""
-    return NOTHING if kl is None else "0" if kl < 1e-8 else f"{kl:.2g}" if kl >= 1e-3 else f"{kl:.1e}"
+def divergence(measurement: Measurement) -> str:
+    """Return the KL divergence from the dense cache for a reader; what is only rounding shows as 0."""
+    kl = measurement.kl
+    return NOTHING if kl is None else "0" if measurement.is_exact else f"{kl:.2g}" if kl >= 1e-3 else f"{kl:.1e}"
 
 
-def spread_text(measurement: Measurement) -> str:
-    """Return a decode step's median and the smallest and largest of the repeats' medians, in milliseconds."""
+def step_text(measurement: Measurement) -> str:
+    """Return a decode step's median, in milliseconds, and how far the repeats' medians are from their middle."""
     spread = measurement.spread
     if spread is None:
         return NOTHING
-    return f"{milliseconds(measurement.step)} ({milliseconds(spread[0])} to {milliseconds(spread[1])})"
+    return f"{milliseconds(measurement.step)} ± {(spread[1] - spread[0]) / 2 * 1e3:.1f}"
+
+
+def prefill_text(measurement: Measurement) -> str:
+    """Return the seconds of a prompt for a reader."""
+    return NOTHING if measurement.prefill is None else f"{measurement.prefill:.2f}"
+
+
+def perplexity_text(measurement: Measurement) -> str:
+    """Return the perplexity for a reader."""
+    return NOTHING if measurement.perplexity is None else f"{measurement.perplexity:.3f}"
 
 
 def percent(share: float | None) -> str:
@@ -87,35 +98,52 @@ def render(bench: Bench, console: Console) -> None:
 
 def _figures(context: Context) -> Table:
     moving = any(each.moved_in for each in context.measurements)
-    columns = ["cache", "prefill s", "step ms", "of floor", "stored", "peak", "KL", "perplexity"]
-    rows = table(*columns, *(["moved/step"] if moving else []))
-    for each in context.measurements:
-        name = each.label + (" (dense)" if each is context.reference else "")
+    rows = table("cache", "of", "prefill s", "step ms", "floor", "stored", "peak", "KL", "perplexity")
+    if moving:
+        rows.add_column("moved a step")
+    before = ""
+    for each in ordered(context):
         cells = [
-            name,
-            NOTHING if each.prefill is None else f"{each.prefill:.2f}",
-            spread_text(each),
+            "" if each.cache == before else each.cache,
+            f"{each.side}{' (dense)' if each is context.reference else ''}",
+            prefill_text(each),
+            step_text(each),
             percent(each.share),
             size(each.stored_bytes),
             size(each.peak_bytes),
-            divergence(each.kl),
-            NOTHING if each.perplexity is None else f"{each.perplexity:.3f}",
+            divergence(each),
+            perplexity_text(each),
         ]
         rows.add_row(*cells, *([size(each.moved_in)] if moving else []))
+        before = each.cache
     return rows
 
 
-def _ratios(context: Context) -> Table:
-    rows = table("kvrack / transformers", "prefill", "decode", "stored", "peak", "KL")
+def ordered(context: Context) -> list[Measurement]:
+    """Return the measurements for a reader: each of kvrack's, and transformers' after the one of its kind."""
+    found: list[Measurement] = []
     for ours, other in context.pairs():
-        if other is None:
-            continue
-        rows.add_row(
-            ours.cache,
-            f"{times(ours.prefill, other.prefill)} as fast",
-            f"{times(ours.step, other.step)} as fast",
-            part(ours.stored_bytes, other.stored_bytes),
-            part(ours.peak_bytes, other.peak_bytes),
-            f"{divergence(ours.kl)} / {divergence(other.kl)}",
-        )
+        found += [ours] if other is None or other in found else [ours, other]
+    return [*(each for each in context.measurements if each not in found), *found]
+
+
+def ratios_of(ours: Measurement, other: Measurement) -> list[str]:
+    """Return how kvrack's cache compares with transformers' of its kind: prefill, decode, stored, peak, KL."""
+    return [
+        times(ours.prefill, other.prefill),
+        times(ours.step, other.step),
+        part(ours.stored_bytes, other.stored_bytes),
+        part(ours.peak_bytes, other.peak_bytes),
+        f"{divergence(ours)} / {divergence(other)}",
+    ]
+
+
+RATIOS = ("prefill speed", "decode speed", "stored", "peak", "KL")
+
+
+def _ratios(context: Context) -> Table:
+    rows = table("kvrack / transformers", *RATIOS)
+    for ours, other in context.pairs():
+        if other is not None:
+            rows.add_row(ours.cache, *ratios_of(ours, other))
     return rows
