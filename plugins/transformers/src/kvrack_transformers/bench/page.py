@@ -33,7 +33,7 @@ CAPTIONS: Mapping[str, str] = {
     "decoding had allocated at once: cache, activations and scratch, without the model's weights.",
     "speed": "Median time of one decode step. The floor is the time in which the memory bandwidth measured here lets a "
     "step read the weights and the dense cache once.",
-    "quality": "Mean KL divergence of the next token's distribution from the dense cache's, on real text, teacher-forced.",
+    "quality": "Mean KL divergence of the next token's distribution from the dense cache's, teacher-forced on a text.",
     "front": "What is given up for what is saved. Nothing measured is better in both than a cache on the grey line.",
 }
 STYLE = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ STYLE: Any = {
 }
 WIDTH = 5.6
 """Inches. A page shows a plot about as wide as a phone, and its letters as large as the text."""
-OFFSETS = ((7, 5), (7, -11), (-7, 5), (-7, -11), (0, 9), (0, -16), (7, 16), (7, -22), (-7, 16), (-7, -22))
+OFFSETS = ((9, 0), (-9, 0), (7, 3), (7, -3), (-7, 3), (-7, -3), (0, 8), (0, -8), (7, 14), (7, -14), (-7, 14), (-7, -14))
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,14 @@ class Look:
     def of_line(self) -> dict[str, Any]:
         hollow = self.side == "transformers"
         return {
-            "color": self.colour, "marker": self.marker, "markersize": 6, "linewidth": 1.6, "markeredgewidth": 1.4,
-            "markerfacecolor": "white" if hollow else self.colour, "linestyle": (0, (4, 2)) if hollow else "-",
-        }  # fmt: skip
+            "color": self.colour,
+            "linestyle": (0, (4, 2)) if hollow else "-",
+            "linewidth": 1.6,
+            "marker": self.marker,
+            "markeredgewidth": 1.4,
+            "markerfacecolor": "white" if hollow else self.colour,
+            "markersize": 9 if hollow else 6,
+        }
 
 
 @contextmanager
@@ -179,10 +185,11 @@ def _quality(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None
     axes.set_title("Divergence from the dense cache; lower is better")
     axes.set_ylabel("mean KL, nats")
     axes.set_xlabel("tokens of prompt")
-    _legend(figure, looks, drawn)
     if exact:
         names = ", ".join(_label(key) for key in exact)
-        figure.supxlabel(f"Exact, and not drawn: {_folded(names, 68)}", fontsize=9, x=0.02, ha="left")
+        note = "\n".join(textwrap.wrap(f"Exact, and so not drawn: {names}", 62))
+        axes.set_xlabel(f"tokens of prompt\n\n{note}")
+    _legend(figure, looks, drawn)
     return figure
 
 
@@ -202,8 +209,8 @@ def _front(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None:
     }
     front = [at[each.key] for each in best_choices(context)]
     axes.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=5, solid_capstyle="round", alpha=0.6, zorder=1)
-    for each in points:
-        axes.plot(*at[each.key], **{**looks[each.key].of_line(), "markersize": 8, "linestyle": "none"}, zorder=3)
+    for each in sorted(points, key=lambda one: one.side == "kvrack"):
+        axes.plot(*at[each.key], **{**looks[each.key].of_line(), "linestyle": "none"}, zorder=3)
     axes.set_yscale("log")
     axes.set_ylim(lowest / 2.2, max(lossy, default=1e-2) * 2.5)
     axes.yaxis.set_minor_locator(NullLocator())
@@ -214,17 +221,24 @@ def _front(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None:
     axes.set_xlabel(f"bytes that keep {context.held:,} tokens")
     axes.set_ylabel("mean KL from the dense cache, nats")
     axes.set_title(f"Quality against bytes, {context.tokens:,} tokens of prompt")
+    grey = Line2D([], [], color="#bbbbbb", linewidth=5, alpha=0.6, label="front of best choices")
+    handles = _side_handles({each.side for each in points})
+    for handle in handles:
+        handle.set_linestyle("none")
+    figure.legend(handles=[*handles, grey], loc="outside lower left", ncols=3)
     chosen = {each.key for each in best_choices(context)}
-    _place_names(
-        figure, axes, [(at[each.key], _label(each.key), each.key in chosen, looks[each.key]) for each in points]
-    )
-    sides = {each.side for each in points}
-    handles = [
-        *_side_handles(sides),
-        Line2D([], [], color="#bbbbbb", linewidth=5, alpha=0.6, label="front of best choices"),
-    ]
-    figure.legend(handles=handles, loc="outside lower left", ncols=3)
+    _place_names(figure, axes, [Named(at[each.key], each, each.key in chosen, looks[each.key]) for each in points])
     return figure
+
+
+@dataclass(frozen=True)
+class Named:
+    """A point of the picture of quality against bytes."""
+
+    at: tuple[float, float]
+    measurement: Measurement
+    is_best: bool
+    look: Look
 
 
 def best_choices(context: Context) -> list[Measurement]:
@@ -248,7 +262,8 @@ def _by_context(
 ) -> set[tuple[Side, str]]:
     """Draw a line for each cache, and return those that have a point."""
     drawn = set()
-    for key, look in looks.items():
+    # Filled on top of hollow, which is larger, so that both are seen where they are the same.
+    for key, look in sorted(looks.items(), key=lambda each: each[0][0] == "kvrack"):
         found = [(context.tokens, context.find(key)) for context in bench.contexts]
         points = [(tokens, y) for tokens, each in found if each is not None and (y := value(each)) is not None]
         if points:
@@ -267,12 +282,6 @@ def _is_exact(measurement: Measurement | None) -> bool:
 
 def _label(key: tuple[Side, str]) -> str:
     return key[1] if key[0] == "kvrack" else f"transformers {key[1]}"
-
-
-def _folded(text: str, width: int) -> str:
-    import textwrap
-
-    return "\n".join(textwrap.wrap(text, width))
 
 
 def _in_bytes(axis: Any) -> None:
@@ -312,37 +321,47 @@ def _legend(
     )  # fmt: skip
 
 
-def _place_names(figure: Figure, axes: Axes, points: list[tuple[tuple[float, float], str, bool, Look]]) -> None:
-    """Write each name beside its point, where it covers neither another point nor another name."""
+def _place_names(figure: Figure, axes: Axes, points: list[Named]) -> None:
+    """Write each name beside its point, where it covers no point and no other name; those of one place together."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    frame = axes.get_window_extent(renderer)
-    scale = figure.dpi / 72
-    dots = [axes.transData.transform(point) for point, *_ in points]
+    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+    frame, pixels = axes.get_window_extent(renderer), figure.dpi / 72
+    places: list[tuple[Any, list[Named]]] = []
+    for point in points:
+        dot = axes.transData.transform(point.at)
+        for place, group in places:
+            if abs(place - dot).max() < 4 * pixels:
+                group.append(point)
+                break
+        else:
+            places.append((dot, [point]))
     taken: list[Any] = []
-    for (point, name, is_best, look), _ in sorted(zip(points, dots, strict=True), key=lambda each: -each[1][0]):
-        best: tuple[float, Any, Any] | None = None
+    for _, group in sorted(places, key=lambda each: -each[0][0]):
+        candidates = []
         for dx, dy in OFFSETS:
-            side = "left" if dx > 0 else "right" if dx < 0 else "center"
             text = axes.annotate(
-                name, point, xytext=(dx, dy), textcoords="offset points", ha=side, fontsize=8.5, zorder=4,
-                color=READABLE.get(look.colour, look.colour), fontweight="bold" if is_best else "normal",
+                "\n".join(each.measurement.label for each in group), group[0].at, xytext=(dx, dy), zorder=4,
+                textcoords="offset points", ha="left" if dx > 0 else "right" if dx < 0 else "center",
+                va="bottom" if dy > 0 else "top" if dy < 0 else "center", fontsize=8.5, linespacing=1.15,
+                color=INK if len(group) > 1 else READABLE.get(group[0].look.colour, group[0].look.colour),
+                fontweight="bold" if any(each.is_best for each in group) else "normal",
             )  # fmt: skip
             box = text.get_window_extent(renderer)
-            faults = sum(_overlap(box, other) for other in taken)
-            faults += sum(200.0 for dot in dots if box.x0 - 4 * scale < dot[0] < box.x1 + 4 * scale
-                          and box.y0 - 3 * scale < dot[1] < box.y1 + 3 * scale)  # fmt: skip
+            faults = (abs(dx) + abs(dy)) * 0.1 + sum(_overlap(box, other) for other in taken)
+            faults += 200.0 * sum(
+                box.x0 - 6 * pixels < dot[0] < box.x1 + 6 * pixels
+                and box.y0 - 5 * pixels < dot[1] < box.y1 + 5 * pixels
+                for dot, others in places
+                if others is not group
+            )
             faults += 1e4 * (box.x0 < frame.x0 or box.x1 > figure.bbox.x1 or box.y1 > frame.y1 or box.y0 < frame.y0)
-            faults += (abs(dx) + abs(dy)) * 0.1
-            if best is None or faults < best[0]:
-                if best is not None:
-                    best[1].remove()
-                best = (faults, text, box)
-            else:
-                text.remove()
-        assert best is not None
+            candidates.append((faults, text, box))
+        best = min(candidates, key=lambda each: each[0])
         taken.append(best[2])
+        for each in candidates:
+            if each is not best:
+                each[1].remove()
 
 
 def _overlap(box: Any, other: Any) -> float:
