@@ -23,8 +23,9 @@ from kvrack.errors import (
     UnknownBackend,
     UnsupportedOperation,
 )
+from kvrack.events import CacheEvent, Listening, listen
 from kvrack.hookspecs import hookimpl
-from kvrack.model import LayerSpec, ModelSpec
+from kvrack.model import LayerSpec, ModelSpec, StateShape
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ __all__ = [
     "BufferedLayer",
     "BuildContext",
     "Cache",
+    "CacheEvent",
     "CacheLayer",
     "Capabilities",
     "CapacityExceeded",
@@ -96,6 +98,7 @@ __all__ = [
     "KvrackError",
     "LayerSpec",
     "LayoutConfig",
+    "Listening",
     "MemoryRefused",
     "MissingDependency",
     "ModelSpec",
@@ -109,6 +112,7 @@ __all__ = [
     "ShapeMismatch",
     "SnapshotError",
     "StateLayer",
+    "StateShape",
     "TokenBuffer",
     "UnknownBackend",
     "UnsupportedOperation",
@@ -116,6 +120,7 @@ __all__ = [
     "create_cache",
     "describe",
     "hookimpl",
+    "listen",
     "load",
     "predict_memory",
     "resolve",

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from kvrack import events
 from kvrack.errors import ShapeMismatch
 from kvrack.placement import DEVICE, Placement
 from kvrack.sharing import Sharing
@@ -58,6 +59,7 @@ class PlainTokens(Tokens, Protocol):
     """What is asked besides of a buffer that keeps the tensors it is given, as `TokenBuffer` does."""
 
     limit: int | None
+    origin: events.Origin | None
 
     def drop_oldest(self, count: int) -> None: ...
 
@@ -76,6 +78,9 @@ class TokenBuffer:
             until it is passed, or until a window is full, which takes room to slide.
         placement: where the memory lives.
         is_whole: allocate for `limit` tokens at once.
+
+    Attributes:
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class TokenBuffer:
         self.data: torch.Tensor | None = None
         self.start = 0
         self.stop = 0
+        self.origin: events.Origin | None = None
         self._sharing: Sharing | None = None
 
     def __len__(self) -> int:
@@ -229,11 +235,13 @@ class TokenBuffer:
         return max(tokens, min(roomy, self.limit))
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        owned = self._owned()
         # The old memory goes first: both at once would double the peak.
         self._let_go()
         self.data = self.placement.allocate(shape, dtype, device)
         _mark_growing(self.data)
         self.start = self.stop = 0
+        self._tell_grown(owned)
 
     def _reserve(self, states: torch.Tensor, new: int, keep: int | None) -> None:
         """Make sure that `new` more tokens fit behind the newest."""
@@ -277,7 +285,7 @@ class TokenBuffer:
         assert self.data is not None
         held = self.view()
         assert held is not None
-        length = len(self)
+        length, owned = len(self), self._owned()
         if self.data.shape[TOKENS] == capacity and self._sharing is None:
             # Source and target may overlap, which copy_ does not allow.
             self.data.narrow(TOKENS, 0, length).copy_(held.clone() if self.start < length else held)
@@ -289,6 +297,21 @@ class TokenBuffer:
             self._let_go()
             self.data = moved
         self.start, self.stop = 0, length
+        self._tell_grown(owned)
+
+    def _owned(self) -> int:
+        """Return the bytes of memory that it has for itself; 0 in a graph, which tells nothing."""
+        if torch.compiler.is_compiling() or self.data is None or self._sharing is not None:
+            return 0
+        return self.data.nbytes
+
+    def _tell_grown(self, before: int) -> None:
+        """Tell that there is more memory than the `before` bytes there were, if so."""
+        # Asked in this order, a graph does not depend on who listens.
+        if torch.compiler.is_compiling() or not events.listeners or self.origin is None or self.data is None:
+            return
+        if (nbytes := self._owned()) > before:
+            self.origin.tell("grown", self.data.shape[TOKENS], nbytes, str(self.data.device))
 
     def _pass_through(self, states: torch.Tensor, keep: int) -> torch.Tensor:
         """Return held and new tokens together, storing only the newest `keep` of them."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvrack import events
 from kvrack.buffer import TOKENS, Tokens
 from kvrack.config import BackendConfig
 from kvrack.context import BuildContext
@@ -43,6 +44,9 @@ class BufferedLayer(AttentionLayer):
         values = self._values.append(value_states, keep)
         self._seen += new
         if self._keep is not None:
+            # Asked in this order, a graph does not depend on who listens.
+            if keep is not None and not torch.compiler.is_compiling() and events.listeners:
+                tell_evicted(self.context.origin, self._seen, new, keep, key_states.device)
             return newest(keys, self._keep + new), newest(values, self._keep + new)
         return keys, values
 
@@ -144,6 +148,12 @@ def prefixed(role: str, parts: dict[str, Part]) -> dict[str, Part]:
 def of_role(role: str, named: dict[str, Part]) -> dict[str, Part]:
     """Return what `prefixed` named for `role`, by the buffer's own names."""
     return {name[len(role) + 1 :]: part for name, part in named.items() if name == role or name.startswith(f"{role}.")}
+
+
+def tell_evicted(origin: events.Origin, seen: int, new: int, keep: int, device: torch.device) -> None:
+    """Tell how many tokens left a window that keeps `keep`, the newest `new` of `seen` being the last update's."""
+    if dropped := min(seen - new, keep) + new - min(seen, keep):
+        origin.tell("evicted", dropped, 0, str(device))
 
 
 def check_pair(key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvrack import events
 from kvrack.backend import Capabilities
 from kvrack.companions import build_layer
 from kvrack.config import BackendConfig
@@ -60,6 +61,8 @@ class Cache:
         self.layers: list[CacheLayer] = []
         for spec in (*model_spec.layers, *model_spec.cross_layers):
             self.layers.append(self._build(spec))
+        events.know_plugins()
+        self._tell_created()
 
     def _build(self, spec: LayerSpec) -> CacheLayer:
         """Return a new layer, to be the next in order."""
@@ -67,6 +70,11 @@ class Cache:
         if spec.holds_nothing:
             return EmptyLayer(spec, self.config, context)
         return build_layer(Resolved(self.backend, self.config), spec, context)
+
+    def _tell_created(self) -> None:
+        if events.listeners:
+            seen, nbytes = self.get_seq_length(), self.nbytes
+            events.emit(events.CacheEvent("created", self.name, None, seen, nbytes))
 
     def __len__(self) -> int:
         """Return the number of layers; layers created on demand count once they exist."""
@@ -341,6 +349,7 @@ class Cache:
         memo[id(self)] = twin
         twin._context = copy.deepcopy(self._context, memo)
         twin.layers = [copied(layer) for layer in self.layers]
+        twin._tell_created()
         return twin
 
     def save(

@@ -8,17 +8,18 @@ were given, and older ones decoded into memory that is used again at every step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 
+from kvrack import events
 from kvrack.buffer import TOKENS, PlainTokens
 from kvrack.config import BackendConfig, LayoutConfig
 from kvrack.errors import InvalidPlugin
 from kvrack.placement import DEVICE
-from kvrack.scratch import Scratch
+from kvrack.scratch import WORK, Scratch
 
 Role = Literal["keys", "values"]
 TAIL = "tail"
@@ -54,6 +55,9 @@ class Codec(ABC):
     Args:
         config: the backend's validated config.
         role: whether it is keys or values that this instance encodes.
+
+    Attributes:
+        scratch: what `memory` takes from; of a layer's codec, the cache's, so that it is counted and shared.
     """
 
     block_tokens: int = 1
@@ -74,6 +78,7 @@ class Codec(ABC):
     def __init__(self, config: BackendConfig, role: Role) -> None:
         self.config = config
         self.role = role
+        self.scratch = Scratch()
 
     @property
     def residual_length(self) -> int:
@@ -112,6 +117,15 @@ class Codec(ABC):
             out: ``[batch, heads, blocks * block_tokens, head_dim]``, uninitialised, possibly strided.
         """
 
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised memory to work in, contiguous, used again by whoever next asks for `name`.
+
+        Large tensors made anew at each call cost more than what is computed in them.
+        """
+        if torch.compiler.is_compiling():
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return self.scratch.take(WORK + name, tuple(shape), dtype, device)
+
 
 class EncodedBuffer:
     """Tokens in order, oldest first: exact sinks, whole blocks as codes, then a tail of exact ones.
@@ -128,6 +142,8 @@ class EncodedBuffer:
         scratch: memory to decode into.
         slot: its slot to use.
         backend: name the codec was asked for by, for messages.
+        limit: tokens the whole use will need, None when unknown; `scratch` gets no room beyond it until it is passed.
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     def __init__(
@@ -137,12 +153,16 @@ class EncodedBuffer:
         scratch: Scratch,
         slot: str,
         backend: str = "",
+        limit: int | None = None,
+        origin: events.Origin | None = None,
     ) -> None:
         self.codec = codec
         self._backend = backend
+        self._origin = origin
         self._new_buffer = new_buffer
         self._scratch = scratch
         self._slot = slot
+        self._limit = limit
         if codec.block_tokens < 1:
             raise self._broken(f"block_tokens is {codec.block_tokens}; expected 1 or more")
         self._block = codec.block_tokens
@@ -197,7 +217,7 @@ class EncodedBuffer:
             A view of the scratch; `states` itself when nothing was held; a tensor of its own where
             `states` carry a gradient.
         """
-        everything = self._with_past(states)
+        everything = self._with_past(states, keep)
         self._take_in(states.detach(), keep)
         return everything
 
@@ -328,6 +348,9 @@ class EncodedBuffer:
         self._tail.append(stored, self._most_tail)
         self._blocks += ready - left_codes
         self._skip = skip
+        if encoded and not torch.compiler.is_compiling() and events.listeners and self._origin is not None:
+            nbytes = sum(code.nbytes for code in encoded.values())
+            self._origin.tell("flushed", ready * self._block, nbytes, str(states.device))
 
     def _drop_sinks(self, count: int) -> None:
         """Forget the oldest `count` sinks, as a window leaves them behind; once they are gone, their memory too."""
@@ -381,7 +404,7 @@ class EncodedBuffer:
 
     # --- giving back ----------------------------------------------------------------------------
 
-    def _with_past(self, states: torch.Tensor) -> torch.Tensor:
+    def _with_past(self, states: torch.Tensor, keep: int | None) -> torch.Tensor:
         if len(self) == 0:
             return states
         past, new = self._skip + len(self), states.shape[TOKENS]
@@ -391,10 +414,26 @@ class EncodedBuffer:
             assert held is not None
             return torch.cat([held, states], dim=TOKENS)
         batch, heads, _, channels = states.shape
-        out = self._scratch.take(self._slot, (batch, heads, past + new, channels), states.dtype, states.device)
+        most = self._most_shown(past, new, keep)
+        out = self._scratch.take(
+            self._slot,
+            (batch, heads, past + new, channels),
+            states.dtype,
+            states.device,
+            None if most is None else batch * heads * most * channels,
+        )
         self._decode_into(out)
         out.narrow(TOKENS, past, new).copy_(states)
         return out.narrow(TOKENS, self._skip, past + new - self._skip)
+
+    def _most_shown(self, past: int, new: int, keep: int | None) -> int | None:
+        """Return how many tokens updates like this one will ever decode and add, None when unknown."""
+        most = None if self._limit is None or past + new > self._limit else self._limit
+        if keep is None:
+            return most
+        # Of the oldest block the window may need a single token.
+        windowed = keep + self._block - 1 + new
+        return windowed if most is None else min(most, windowed)
 
     def _decode_into(self, out: torch.Tensor) -> None:
         """Write the sinks, every block and the tail to the front of `out`."""

@@ -12,6 +12,7 @@ from kvrack.buffer import PlainTokens
 from kvrack.codec import Codec, Role
 from kvrack.config import BackendConfig
 from kvrack.errors import InvalidPlugin
+from kvrack.events import Origin
 from kvrack.fixed import PlainFixedTokens
 from kvrack.placement import DEVICE, Placement
 from kvrack.scratch import Scratch
@@ -68,11 +69,20 @@ class BuildContext:
         """
         most = self.max_length if capacity is None else capacity
         limit = None if most is None else math.ceil(most * rows)
-        return self.placement.buffer(growth, limit, is_whole=capacity is not None)
+        buffer = self.placement.buffer(growth, limit, is_whole=capacity is not None)
+        buffer.origin = Origin(self.backend, self.layer_index, rows)
+        return buffer
 
     def fixed_buffer(self, slots: int, is_ring: bool = False) -> PlainFixedTokens:
         """Return a new buffer with room for `slots` tokens, or for the newest `slots`; nothing is allocated."""
-        return self.placement.fixed_buffer(slots, is_ring)
+        buffer = self.placement.fixed_buffer(slots, is_ring)
+        buffer.origin = self.origin
+        return buffer
+
+    @property
+    def origin(self) -> Origin:
+        """The layer that is built, as its events name it."""
+        return Origin(self.backend, self.layer_index)
 
     def new_codec(self, config: BackendConfig, role: Role) -> Codec:
         """Return a codec for `role`. Raises InvalidPlugin when the context has none."""
@@ -80,7 +90,9 @@ class BuildContext:
             raise InvalidPlugin(
                 self.backend, "its layer", "it encodes, but no codec was named; give Backend(codec=...)"
             )
-        return self.codec(config, role)
+        codec = self.codec(config, role)
+        codec.scratch = self.scratch
+        return codec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BuildContext:
         # Only these are state: a copied cache must not decode into the original's scratch.

@@ -63,6 +63,8 @@ class EncodedLayer(BufferedLayer):
             context.scratch,
             slot,
             context.backend,
+            context.max_length if self._capacity is None else self._capacity,
+            context.origin,
         )
 
     @property
@@ -141,6 +143,7 @@ class SlotsLayer(PreallocatedLayer):
             context.scratch,
             self._scratch_slots[role],
             context.backend,
+            context.origin,
         )
 
     @property

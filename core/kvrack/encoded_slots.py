@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvrack import events
 from kvrack.buffer import TOKENS, check_states
 from kvrack.codec import OWN_NAMES, SINKS, TAIL, Codec
 from kvrack.errors import InvalidPlugin
@@ -28,6 +29,7 @@ class EncodedSlots:
         scratch: memory to decode into.
         slot: the scratch's slot to use.
         backend: name the codec was asked for by, for messages.
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class EncodedSlots:
         scratch: Scratch,
         slot: str,
         backend: str = "",
+        origin: events.Origin | None = None,
     ) -> None:
         self.codec = codec
         self.slots = slots
@@ -45,11 +48,19 @@ class EncodedSlots:
         self._slot = slot
         self._new_buffer = new_buffer
         self._backend = backend
+        self._origin = origin
         self._codes: dict[str, PlainFixedTokens] = {}
         # It keeps the form of the states, so it is there also where no token stays exact.
-        self._tail = RingBuffer(codec.residual_length)
+        self._tail: FixedBuffer
+        self._sinks: FixedBuffer
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Make the buffers for what is kept exact, without memory yet."""
+        self._tail = RingBuffer(self.codec.residual_length)
         # One slot more: a graph writes there what is no sink, instead of being made again for it.
-        self._sinks = FixedBuffer(codec.sink_tokens + 1 if codec.sink_tokens else 0)
+        self._sinks = FixedBuffer(self.codec.sink_tokens + 1 if self.codec.sink_tokens else 0)
+        self._tail.origin = self._sinks.origin = self._origin
 
     @property
     def is_allocated(self) -> bool:
@@ -100,11 +111,15 @@ class EncodedSlots:
 
     def write(self, states: torch.Tensor, first: int, position: torch.Tensor) -> None:
         """Encode `states` and write them as tokens `first` and on; `position` is `first` on the device."""
-        for name, code in self._encode(states.detach()).items():
+        encoded = self._encode(states.detach())
+        for name, code in encoded.items():
             self._codes[name].write(code, first, position)
         if self._tail.slots:
             self._tail.write(states, first, position)
         self._write_sinks(states, first, position)
+        if not torch.compiler.is_compiling() and events.listeners and self._origin is not None:
+            nbytes = sum(code.nbytes for code in encoded.values())
+            self._origin.tell("flushed", states.shape[TOKENS], nbytes, str(states.device))
 
     def read(self, first: int, count: int, seen: int) -> torch.Tensor:
         """Return tokens `first` and on, of `seen` that were written, decoded into memory of their own."""
@@ -174,7 +189,7 @@ class EncodedSlots:
             codes.release()
         if not all(codes.is_allocated for codes in self._codes.values()):
             self._codes = {}
-            self._tail, self._sinks = RingBuffer(self._tail.slots), FixedBuffer(self._sinks.slots)
+            self._lay_out()
 
     # --- encoding and decoding ------------------------------------------------------------------
 
@@ -251,4 +266,6 @@ class EncodedSlots:
 
     def _take(self, length: int) -> torch.Tensor:
         like = self._like()
-        return self._scratch.take(self._slot, (*like.shape[:TOKENS], length, like.shape[3]), like.dtype, like.device)
+        shape = (*like.shape[:TOKENS], length, like.shape[3])
+        # Lengths are few and far apart, so that room for a longer one would rarely do for the next.
+        return self._scratch.take(self._slot, shape, like.dtype, like.device, most=0)

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from kvrack import events
 from kvrack.buffer import TOKENS, check_states
 from kvrack.placement import DEVICE, Placement, keep_address
 from kvrack.sharing import Sharing
@@ -78,6 +79,7 @@ class PlainFixedTokens(FixedTokens, Protocol):
     """What `EncodedSlots` asks besides of the buffers it keeps codes in."""
 
     slots: int
+    origin: events.Origin | None
 
     def view(self, first: int, count: int) -> torch.Tensor: ...
 
@@ -99,6 +101,7 @@ class FixedBuffer:
     Attributes:
         data: the memory, None before it is allocated, and always where it isn't a tensor of this
             process's device.
+        origin: the layer that it belongs to, which its events name; None where nobody is told.
     """
 
     copies = 1
@@ -108,6 +111,7 @@ class FixedBuffer:
         self.slots = slots
         self.placement = placement
         self.data: torch.Tensor | None = None
+        self.origin: events.Origin | None = None
         self._sharing: Sharing | None = None
         self._is_borrowed = False
 
@@ -141,6 +145,14 @@ class FixedBuffer:
         shape = (batch, heads, self.copies * self.slots, channels)
         self.data = self.placement.allocate(shape, dtype, device).zero_()
         keep_address(self.data)
+        self._tell_grown()
+
+    def _tell_grown(self) -> None:
+        """Tell that memory was taken."""
+        # Asked in this order, a graph does not depend on who listens.
+        if torch.compiler.is_compiling() or not events.listeners or self.origin is None or self.data is None:
+            return
+        self.origin.tell("grown", self.slots, self.data.nbytes, str(self.data.device))
 
     def allocate_for(self, states: torch.Tensor) -> None:
         """Make memory for `states` ``[batch, heads, tokens, channels]`` and what is like them."""
@@ -272,6 +284,7 @@ class FixedBuffer:
         keep_address(copied)
         self._let_go()
         self.data = copied
+        self._tell_grown()
 
     def _let_go(self) -> None:
         """Give up the memory, which lives on if others borrowed it."""

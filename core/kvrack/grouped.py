@@ -22,6 +22,12 @@ LOW_BITS = 2
 SINKS_OF_LOW_BITS = 32
 TOGETHER = 64
 
+PIECE = 2**20
+"""Numbers that are decoded at a time, which bounds the memory that takes besides the result's."""
+
+EIGHT_ONES = 0x0101_0101_0101_0101
+"""A 1 in each byte of an int64."""
+
 
 class GroupedConfig(CodecConfig):
     """Base of a grouped codec's config. A subclass says which bits and axes its library has.
@@ -141,22 +147,29 @@ class GroupedCodec(Codec):
         }
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
-        packed, scale, offset = (self._split(encoded[name], out) for name in ("codes", "scale", "offset"))
-        parts, words = len(self.packing.shifts), packed.shape[self._axis]
+        named = [self._split(encoded[name], out) for name in ("codes", "scale", "offset")]
+        rows = named[0].shape[2]
+        # A graph isn't made anew for another number of pieces.
+        step = rows if torch.compiler.is_compiling() else max(1, PIECE * rows // out.numel())
+        if step >= rows:
+            self._decode_piece(*named, out)
+            return
+        tokens = self.block_tokens
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            piece = (tensor.narrow(2, first, count) for tensor in named)
+            self._decode_piece(*piece, out.narrow(2, first * tokens, count * tokens))
+
+    def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the tokens of `out`, given what is theirs as `_split` cuts it."""
+        codes = self._unpacked(packed)
         members, channels = self._members(out), out.shape[3]
-        groups = packed.shape[4] if self.per_channel else packed.shape[3]
-        fits = parts * words == members and (self.per_channel or groups * members == channels)
+        groups = codes.shape[4] if self.per_channel else codes.shape[3]
+        fits = codes.shape[self._axis] == members and (self.per_channel or groups * members == channels)
         # Half types are slow to compute with on CPUs, and lose what a second rounding costs.
         direct = fits and out.dtype == torch.float32
-        shape = list(packed.shape)
-        shape[self._axis] = parts * words
-        work = self._split(out, out) if direct else torch.empty(shape, dtype=torch.float32, device=out.device)
-        mask = 2**self.packing.bits - 1
-        for part, shift in enumerate(self.packing.shifts):
-            codes = packed if shift == 0 else packed >> shift
-            if parts > 1:
-                codes = codes & mask
-            work.narrow(self._axis, part * words, words).copy_(codes)
+        work = self._split(out, out) if direct else self.memory("states", codes.shape, torch.float32, out.device)
+        work.copy_(codes)
         if self.per_channel:
             torch.addcmul(offset.float(), work, scale.float(), out=work)
         else:
@@ -165,6 +178,25 @@ class GroupedCodec(Codec):
         if not direct:
             tokens = work.narrow(self._axis, 0, members).flatten(self._axis - 1, self._axis)
             out.copy_(tokens.narrow(3, 0, channels))
+
+    def _unpacked(self, packed: torch.Tensor) -> torch.Tensor:
+        """Return the codes, one in each integer, cut as `packed` is."""
+        shifts = self.packing.shifts
+        if len(shifts) == 1:
+            return packed
+        words = packed.shape[self._axis]
+        shape = list(packed.shape)
+        shape[self._axis] = len(shifts) * words
+        codes = self.memory("codes", shape, packed.dtype, packed.device)
+        mask, wide = 2**self.packing.bits - 1, codes
+        if _is_eight_wide(packed) and not torch.compiler.is_compiling():
+            # Eight at a time, as a CPU has no shift of bytes. What a shift moves into a byte, the mask takes away.
+            packed, wide, mask = packed.view(torch.int64), codes.view(torch.int64), mask * EIGHT_ONES
+            words = packed.shape[self._axis]
+        for part, shift in enumerate(shifts):
+            wide.narrow(self._axis, part * words, words).copy_(packed if shift == 0 else packed >> shift)
+        wide.bitwise_and_(mask)
+        return codes
 
     def _members(self, states: torch.Tensor) -> int:
         """Return how many numbers a group has."""
@@ -199,3 +231,11 @@ def _round_up(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Float16's steps below its normal numbers count; float32's are zero to many devices.
     least = max(info.smallest_normal * info.eps, torch.finfo(torch.float32).smallest_normal)
     return (scale * (1 + info.eps) + least).clamp_(max=info.max).to(dtype)
+
+
+def _is_eight_wide(codes: torch.Tensor) -> bool:
+    """Return whether bytes can be read as integers of eight."""
+    if codes.dtype != torch.uint8 or codes.stride(-1) != 1:
+        return False
+    starts = (codes.shape[-1], codes.storage_offset(), *codes.stride()[:-1])
+    return all(start % 8 == 0 for start in starts)

@@ -11,6 +11,8 @@ from kvrack.backend import Backend
 if TYPE_CHECKING:
     import click
 
+    from kvrack.events import CacheEvent
+
 PROJECT = "kvrack"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -25,6 +27,18 @@ def kvrack_backend(name: str) -> Backend | None:
 
     Args:
         name: the entry point's name, for a module that serves several.
+    """
+
+
+@hookspec
+def kvrack_cache_event(event: CacheEvent) -> None:
+    """Take note of what a cache did.
+
+    Entry-point group ``kvrack.listeners``; the entry point's name is free. The modules of that group are imported when
+    the process makes its first cache, and told from then on; see `kvrack.listen`.
+
+    Args:
+        event: what was done, just now, in this thread.
     """
 
 

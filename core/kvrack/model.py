@@ -14,6 +14,21 @@ ATTENTION_KINDS: tuple[AttentionKind, ...] = ("full", "sliding", "chunked")
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """Shapes of one state of a layer: what the layer is given, of which it keeps a fixed part.
+
+    Attributes:
+        conv: channels and columns of the convolution state, None when there is none.
+        recurrent: shape of the recurrent state without its batch dimension, None when there is none.
+        recurrent_dtype: torch's name of its dtype, such as "float32"; None for that of keys and values.
+    """
+
+    conv: tuple[int, int] | None = None
+    recurrent: tuple[int, ...] | None = None
+    recurrent_dtype: str | None = None
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What one layer of a model must remember.
 
@@ -30,6 +45,8 @@ class LayerSpec:
         value_head_dim: channels of a value, which may differ from a key's (multi-head latent
             attention). None when only the first update will tell.
         states: how many states of each kind (convolution, recurrent) the layer keeps.
+        state_shapes: the shapes of each of them, empty when only the first update will tell. They are
+            for `kvrack.predict_memory`; the layer goes by what it is given.
         read_by_others: other layers read this one's returned tensors in the same step (KV
             sharing), so they stay valid to the end of the step.
         cross_attention: the keys and values are those of an encoder's output, given once and whole.
@@ -41,6 +58,7 @@ class LayerSpec:
     key_head_dim: int | None = None
     value_head_dim: int | None = None
     states: int = 0
+    state_shapes: tuple[StateShape, ...] = ()
     read_by_others: bool = False
     cross_attention: bool = False
 
@@ -60,6 +78,14 @@ class LayerSpec:
             raise ValueError("LayerSpec.cross_attention: such a layer attends to all of the encoder's output, no more")
         if self.states < 0:
             raise ValueError(f"LayerSpec.states: expected 0 or more, got {self.states}")
+
+        if not self.states:
+            # So that replace(spec, states=0) is what a hybrid layer's attention is built from.
+            object.__setattr__(self, "state_shapes", ())
+        if self.state_shapes and len(self.state_shapes) != self.states:
+            raise ValueError(
+                f"LayerSpec.state_shapes: expected one for each of {self.states} states, got {len(self.state_shapes)}"
+            )
 
     @property
     def holds_nothing(self) -> bool:
@@ -113,8 +139,24 @@ class ModelSpec:
     def from_dict(cls, data: dict[str, Any]) -> ModelSpec:
         """Return the spec that `to_dict` wrote. Raises TypeError or ValueError on anything else."""
         fields = dict(data)
-        fields["layers"] = tuple(LayerSpec(**layer) for layer in fields.get("layers", ()))
-        fields["cross_layers"] = tuple(LayerSpec(**layer) for layer in fields.get("cross_layers", ()))
+        fields["layers"] = tuple(_layer(layer) for layer in fields.get("layers", ()))
+        fields["cross_layers"] = tuple(_layer(layer) for layer in fields.get("cross_layers", ()))
         further = fields.get("further")
-        fields["further"] = LayerSpec(**further) if further is not None else None
+        fields["further"] = _layer(further) if further is not None else None
         return cls(**fields)
+
+
+def _layer(data: dict[str, Any]) -> LayerSpec:
+    shapes = tuple(
+        StateShape(
+            conv=_tuple(shape.get("conv")),  # type: ignore[arg-type]
+            recurrent=_tuple(shape.get("recurrent")),
+            recurrent_dtype=shape.get("recurrent_dtype"),
+        )
+        for shape in data.get("state_shapes", ())
+    )
+    return LayerSpec(**{**data, "state_shapes": shapes})
+
+
+def _tuple(numbers: list[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(numbers)

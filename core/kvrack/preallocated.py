@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from kvrack import events
 from kvrack.backend import Capabilities
 from kvrack.buffer import TOKENS, check_states
-from kvrack.buffered import check_pair, of_role, prefixed
+from kvrack.buffered import check_pair, of_role, prefixed, tell_evicted
 from kvrack.codec import Role
 from kvrack.config import BackendConfig
 from kvrack.context import BuildContext
@@ -117,6 +118,8 @@ class PreallocatedLayer(AttentionLayer):
         keys = self._keys.append(key_states, seen, position, first, length)
         values = self._values.append(value_states, seen, position, first, length)
         self._count.advance(new)
+        if self._is_ring and not torch.compiler.is_compiling() and events.listeners:
+            tell_evicted(self.context.origin, seen + new, new, self._slots, key_states.device)
         return keys, values
 
     def early_initialization(

@@ -15,8 +15,8 @@ import torch
 
 from kvrack.cache import Cache, MemoryRow
 from kvrack.errors import KvrackError
-from kvrack.layer import AttentionLayer
-from kvrack.model import LayerSpec, ModelSpec
+from kvrack.layer import AttentionLayer, StateLayer
+from kvrack.model import LayerSpec, ModelSpec, StateShape
 from kvrack.registry import Resolved, resolve
 
 PERIOD = 1024
@@ -29,8 +29,8 @@ class Prediction:
 
     Attributes:
         rows: as `Cache.memory()` would return them; "meta" is the device that the states arrive on.
-        unknown: layers, by index, of which the model spec doesn't say what they are given (their states, or
-            heads and head_dim): their bytes aren't in `rows`.
+        unknown: layers, by index, of which the model spec doesn't say all they are given (shapes of states, or
+            heads and head_dim): the bytes of that aren't in `rows`.
         is_constructed: whether the whole cache was built; else its bytes were carried on from small ones.
     """
 
@@ -62,7 +62,7 @@ def predict_memory(
 
     Args:
         name: a `cache_implementation` string.
-        model_spec: what the model needs remembered, heads and head_dim included.
+        model_spec: what the model needs remembered, heads, head_dims and shapes of states included.
         tokens: prompt and answer together.
         batch: rows.
         dtype: of the states.
@@ -130,6 +130,9 @@ class _Use:
                 if filled is not None and index not in filled:
                     continue
                 layer = cache.layers[index]
+                if isinstance(layer, StateLayer):
+                    for state, shape in enumerate(spec.state_shapes):
+                        self._give_state(layer, state, shape, new, device)
                 if not isinstance(layer, AttentionLayer) or not _has_shape(spec):
                     continue
                 if not spec.cross_attention:
@@ -149,6 +152,17 @@ class _Use:
         shape = (self.batch, spec.kv_heads, tokens)
         keys = torch.zeros((*shape, spec.key_head_dim), dtype=self.dtype, device=device)
         return keys, torch.zeros((*shape, spec.value_head_dim), dtype=self.dtype, device=device)
+
+    def _give_state(self, layer: StateLayer, index: int, shape: StateShape, tokens: int, device: torch.device) -> None:
+        if not tokens:
+            return
+        if shape.conv is not None:
+            channels, columns = shape.conv
+            states = torch.zeros((self.batch, channels, tokens), dtype=self.dtype, device=device)
+            layer.update_conv_state(states, index, columns)
+        if shape.recurrent is not None:
+            dtype = getattr(torch, shape.recurrent_dtype) if shape.recurrent_dtype else self.dtype
+            layer.update_recurrent_state(torch.zeros((self.batch, *shape.recurrent), dtype=dtype, device=device), index)
 
     def carried_on(self, tokens: int) -> list[MemoryRow]:
         """Return the memory for `tokens`, in a straight line from two shorter uses where they are shorter."""
@@ -173,7 +187,7 @@ def _has_shape(spec: LayerSpec) -> bool:
 
 
 def _is_known(spec: LayerSpec) -> bool:
-    return spec.states == 0 and (spec.attention is None or _has_shape(spec))
+    return len(spec.state_shapes) == spec.states and (spec.attention is None or _has_shape(spec))
 
 
 def _on_device(row: MemoryRow, nbytes: int) -> MemoryRow:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import logging
 import os
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from kvrack import events
 from kvrack.cache import Cache
 from kvrack.errors import KvrackError, SnapshotError, UnsupportedOperation
 from kvrack.layer import AttentionLayer, allocations
@@ -25,8 +26,13 @@ from kvrack.recipe import Recipe
 from kvrack.snapshot import Description, describe, load
 from kvrack.trie import Trie
 
+logger = logging.getLogger("kvrack.prefix")
+
 SUFFIX = ".kvrack.safetensors"
 """How the files in a store's folder end."""
+
+ON_DISK = "disk"
+"""How events call the folder."""
 
 MOST_REFUSALS = 4
 """Longer entries that may refuse to be branched shorter before only those of the right length are tried."""
@@ -58,6 +64,7 @@ class _Entry:
 
     tokens: tuple[int, ...]
     kind: str
+    backend: str
     cache: Cache | None
     path: Path | None = None
     file_bytes: int = 0
@@ -82,7 +89,7 @@ class PrefixStore:
         max_bytes: the most that the entries may take together, as `PrefixStats.nbytes` counts it;
             the least recently used go first, their files too.
         folder: keep each entry in a file there as well, for the next process; made if need be. A
-            file that can't be read is skipped with a warning.
+            file that can't be read is skipped, and logged (``kvrack.prefix``).
         fingerprint: what the caches belong to, a model and a tokenizer. Files of another are passed
             over. The store can't tell models of the same shape apart by itself.
         device: where caches that are read from the folder go.
@@ -134,11 +141,15 @@ class PrefixStore:
             )
         else:
             forked = cache.fork(tokens=len(tokens))
-        entry = _Entry(tokens, _kind(cache.recipe()), forked)
+        entry = _Entry(tokens, _kind(cache.recipe()), cache.name, forked)
         if self.folder is not None:
             entry.path = self.folder / self._file_name(entry)
             forked.save(entry.path, self.fingerprint, tokens)
             entry.file_bytes = entry.path.stat().st_size
+            if events.listeners:
+                events.emit(
+                    events.CacheEvent("spilled", entry.backend, None, len(tokens), entry.file_bytes, place=ON_DISK)
+                )
         with self._lock:
             self._insert(entry)
             self._evict()
@@ -253,8 +264,14 @@ class PrefixStore:
         self._entries[entry] = None
 
     def _evict(self) -> None:
-        while self._entries and self._nbytes() > self.max_bytes:
-            self._remove(next(iter(self._entries)))
+        held = self._nbytes()
+        while self._entries and held > self.max_bytes:
+            entry, before = next(iter(self._entries)), held
+            self._remove(entry)
+            held = self._nbytes()
+            if events.listeners:
+                place = ON_DISK if entry.cache is None else ""
+                events.emit(events.CacheEvent("evicted", entry.backend, None, len(entry.tokens), before - held, place))
 
     def _remove(self, entry: _Entry) -> None:
         self._forget(entry)
@@ -298,7 +315,8 @@ class PrefixStore:
 
 
 def _described(path: Path, description: Description, token_ids: Sequence[int]) -> _Entry:
-    return _Entry(tuple(token_ids), _kind(description.recipe), None, path, path.stat().st_size)
+    recipe = description.recipe
+    return _Entry(tuple(token_ids), _kind(recipe), recipe.name, None, path, path.stat().st_size)
 
 
 def _kind(recipe: Recipe) -> str:
@@ -312,4 +330,4 @@ def _counts(cache: Cache) -> bool:
 
 
 def _warn(error: Exception) -> None:
-    warnings.warn(f"prefix store: skipped: {error}", stacklevel=3)
+    logger.warning("prefix store: skipped: %s", error)

@@ -7,6 +7,7 @@ one name imports one plugin.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from kvrack import hookspecs
+from kvrack import events, hookspecs
 from kvrack.backend import Backend, swallows_arguments
 from kvrack.errors import (
     BACKEND,
@@ -35,10 +36,14 @@ if TYPE_CHECKING:
     import click
 
     from kvrack.config import BackendConfig
+    from kvrack.events import CacheEvent, Listener
 
 BACKEND_GROUP = "kvrack"
 COMMAND_GROUP = "kvrack.commands"
-_KINDS = {BACKEND_GROUP: BACKEND, COMMAND_GROUP: "command"}
+LISTENER_GROUP = "kvrack.listeners"
+_KINDS = {BACKEND_GROUP: BACKEND, COMMAND_GROUP: "command", LISTENER_GROUP: "listener"}
+
+logger = logging.getLogger("kvrack.events")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ def refresh() -> None:
     """Forget the scan and what plugins answered, so that distributions installed since are seen."""
     _scan.cache_clear()
     _answer.cache_clear()
+    events.forget_plugins()
 
 
 def _provider(entry_point: EntryPoint) -> str:
@@ -142,6 +148,23 @@ def _call_hook(entry_point: EntryPoint, hook: str) -> Any:
 @lru_cache(maxsize=256)
 def _answer(entry_point: EntryPoint, hook: str, path: tuple[str, ...]) -> Any:
     # Kept as the scan is: a companion is resolved for each layer of a model. What raises isn't kept.
+    provider, kind = _provider(entry_point), _KINDS[entry_point.group]
+    caller: Callable[..., list[Any]] = getattr(_registered(entry_point).hook, hook)
+    try:
+        answers = caller(name=entry_point.name)
+    except KvrackError:
+        raise
+    except ModuleNotFoundError as error:
+        raise _module_not_found(entry_point, error) from error
+    except Exception as error:
+        raise BackendLoadError(entry_point.name, provider, error, kind) from error
+    if not answers:
+        raise InvalidPlugin(entry_point.name, provider, f"it has no {hook} hook that answers to this name", kind)
+    return answers[0]
+
+
+def _registered(entry_point: EntryPoint) -> pluggy.PluginManager:
+    """Import one plugin, check its hooks' signatures, and return a manager that has it alone."""
     plugin = _import_plugin(entry_point)
     provider, kind = _provider(entry_point), _KINDS[entry_point.group]
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -161,18 +184,7 @@ def _answer(entry_point: EntryPoint, hook: str, path: tuple[str, ...]) -> Any:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         raise InvalidPlugin(entry_point.name, provider, str(error).replace("\n", " "), kind) from error
-    caller: Callable[..., list[Any]] = getattr(manager.hook, hook)
-    try:
-        answers = caller(name=entry_point.name)
-    except KvrackError:
-        raise
-    except ModuleNotFoundError as error:
-        raise _module_not_found(entry_point, error) from error
-    except Exception as error:
-        raise BackendLoadError(entry_point.name, provider, error, kind) from error
-    if not answers:
-        raise InvalidPlugin(entry_point.name, provider, f"it has no {hook} hook that answers to this name", kind)
-    return answers[0]
+    return manager
 
 
 def load_backend(name: str) -> Backend:
@@ -212,6 +224,32 @@ def load_command(name: str) -> click.Command:
             _KINDS[COMMAND_GROUP],
         )
     return command
+
+
+def load_listeners() -> tuple[Listener, ...]:
+    """Return what the installed listener plugins want called with each event.
+
+    Nothing is raised for one that is broken, since no cache needs it: it is logged, and left out.
+    """
+    found: list[Listener] = []
+    for entry_point in (each for offered in installed(LISTENER_GROUP).values() for each in offered):
+        try:
+            hook = _registered(entry_point).hook.kvrack_cache_event
+            if not hook.get_hookimpls():
+                kind = _KINDS[LISTENER_GROUP]
+                raise InvalidPlugin(entry_point.name, _provider(entry_point), "it has no kvrack_cache_event hook", kind)
+        except KvrackError as error:
+            logger.warning("%s", error)
+        else:
+            found.append(_by_keyword(hook))
+    return tuple(found)
+
+
+def _by_keyword(hook: pluggy.HookCaller) -> Listener:
+    def tell(event: CacheEvent) -> None:
+        hook(event=event)
+
+    return tell
 
 
 def _check_requirement(entry_point: EntryPoint, text: str) -> None:

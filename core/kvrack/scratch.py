@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from kvrack.placement import DEVICE
+
+WORK = "work."
+"""How the slots begin that codecs work in."""
 
 
 class Scratch:
@@ -25,22 +29,39 @@ class Scratch:
         self._owned += 1
         return f"{name}.{self._owned}"
 
-    def take(self, slot: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost."""
-        count = 1
-        for length in shape:
-            count *= length
+    def take(
+        self,
+        slot: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        most: int | None = None,
+    ) -> torch.Tensor:
+        """Return uninitialised memory of this shape, contiguous; what the slot held before is lost.
+
+        Args:
+            slot: which memory to use again.
+            shape: of what is returned.
+            dtype: of its elements.
+            device: where it is.
+            most: elements that will ever be asked for, None when unknown: room for later ones isn't made beyond it.
+        """
+        count = math.prod(shape)
         key = (slot, dtype, device)
         memory = self._memory.get(key)
         if memory is None or memory.shape[0] < count:
             # The old piece goes first: both at once would double the peak.
             self._memory.pop(key, None)
-            memory = self._memory[key] = DEVICE.allocate((count + count // 4,), dtype, device)
+            roomy = count + count // 4
+            capacity = roomy if most is None else max(count, min(roomy, most))
+            memory = self._memory[key] = DEVICE.allocate((capacity,), dtype, device)
         return memory[:count].view(shape)
 
     def release(self, slot: str) -> None:
-        """Give the memory of a slot back."""
-        self._memory = {key: memory for key, memory in self._memory.items() if key[0] != slot}
+        """Give the memory of a slot back, and all that codecs work in, which holds nothing between calls."""
+        self._memory = {
+            key: memory for key, memory in self._memory.items() if key[0] != slot and not key[0].startswith(WORK)
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the memory held, by slot, dtype and device in one name."""

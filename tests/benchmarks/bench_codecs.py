@@ -2,13 +2,14 @@
 
     python tests/benchmarks/bench_codecs.py quality [--only "hqq 4"] [--prompt 2048] [--steps 160]
     python tests/benchmarks/bench_codecs.py memory | peak | encoding
-    python tests/benchmarks/bench_codecs.py speed [--dtype bfloat16] [--held 4096] [--repeats 9]
+    python tests/benchmarks/bench_codecs.py speed [--dtype bfloat16] [--held 4096] [--repeats 9] [--attention kvrack]
 
 - quality: mean KL divergence from a dense cache, over teacher-forced steps on English text;
 - memory: bytes that a cache of bfloat16 states holds at 2,048 and 8,192 tokens, its tail and scales
   included and its scratch apart, by the bytes that a dense cache holds;
 - peak: the most bytes allocated over a prompt of 2,048 and 512 single tokens, scratch included;
-- speed: a decode step of the whole model, caches in turn, so that drift of the machine hits all;
+- speed: a decode step of the whole model, caches in turn, so that drift of the machine hits all; transformers' own
+  always attend by "sdpa";
 - encoding: time to encode, by token, at several numbers of tokens held.
 """
 
@@ -133,8 +134,9 @@ class Timer:
         return wrapped
 
 
-def speed(dtype: torch.dtype, held: int, repeats: int) -> None:
+def speed(dtype: torch.dtype, held: int, repeats: int, attention: str) -> None:
     model = smollm2().model.to(dtype)
+    kt.enable()
     timed: dict[str, Cache] = {"kvrack dynamic": kt.create_cache(model, "dynamic")}
     for name, (backend, config) in CODECS.items():
         timed[f"kvrack {name}"] = kt.create_cache(model, backend, **config)
@@ -150,11 +152,15 @@ def speed(dtype: torch.dtype, held: int, repeats: int) -> None:
     token = torch.full((1, 1), 100)
     for turn in range(repeats + 1):
         for name, cache in timed.items():
+            model.set_attn_implementation(attention if name.startswith("kvrack") else "sdpa")
             seconds = step(model, token, cache)
             if turn:
                 spent[name].append(seconds)
     base = statistics.median(spent["kvrack dynamic"])
-    print(f"decode step with {held} tokens held, {dtype}, median of {repeats}, {torch.get_num_threads()} threads")
+    print(
+        f"decode step with {held} tokens held, {dtype}, kvrack's with attention {attention!r}, "
+        f"median of {repeats}, {torch.get_num_threads()} threads"
+    )
     for name, all_seconds in spent.items():
         seconds = statistics.median(all_seconds)
         print(f"{name:24s} {seconds * 1e3:7.1f} ms  {seconds / base:.2f} of dense")
@@ -177,13 +183,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--held", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--attention", default="sdpa", help="attn_implementation of steps with kvrack's caches")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.no_grad():
         if arguments.what == "quality":
             quality(arguments.only, arguments.prompt, arguments.steps)
         elif arguments.what == "speed":
-            speed(getattr(torch, arguments.dtype), arguments.held, arguments.repeats)
+            speed(getattr(torch, arguments.dtype), arguments.held, arguments.repeats, arguments.attention)
         else:
             {"memory": memory, "peak": peak, "encoding": encoding}[arguments.what]()
 

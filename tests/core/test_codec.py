@@ -538,6 +538,18 @@ class TestScratch:
         }
         assert len(pointers) < 40
 
+    @pytest.mark.parametrize("layout", ["dynamic", "static"])
+    @pytest.mark.parametrize("spec", [FULL, LayerSpec(attention="sliding", window=60)], ids=["full", "sliding"])
+    def test_no_room_is_made_for_more_than_will_come(self, layout: str, spec: LayerSpec) -> None:
+        cache = create_cache("test-int8", ModelSpec(layers=(spec,)), max_length=400, layout=layout)
+        most = 0
+        for count in (100, 200, *[1] * 100):
+            keys, values = cache.update(states(count), states(count), 0)
+            most = max(most, keys.shape[2])
+        scratch = sum(row.nbytes for row in cache.memory() if row.role == "scratch")
+        assert keys.shape[2] == (spec.window or 400)
+        assert scratch <= most * (keys.nbytes + values.nbytes) // keys.shape[2]
+
 
 class TestBrokenCodecs:
     @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from kvrack import LayerSpec, ModelSpec
+from kvrack import LayerSpec, ModelSpec, StateShape
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,8 @@ def test_a_model_with_cross_attention_layers_is_an_encoder_decoder():
                 LayerSpec(kv_heads=3, key_head_dim=24, value_head_dim=16),
                 LayerSpec(attention="chunked", window=8, read_by_others=True),
                 LayerSpec(attention=None, states=2),
+                LayerSpec(states=1, state_shapes=(StateShape((40, 4), (2, 8, 16), "float32"),)),
+                LayerSpec(attention=None, states=2, state_shapes=(StateShape((40, 4)), StateShape(recurrent=(8,)))),
                 LayerSpec(attention=None),
             ),
             cross_layers=(LayerSpec(),),

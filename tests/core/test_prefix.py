@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import re
 import threading
-import warnings
 from pathlib import Path
 
 import pytest
@@ -213,7 +214,7 @@ def test_entries_survive_in_a_folder(tmp_path):
     assert len(PrefixStore(PLENTY, tmp_path / "new" / "folder", fingerprint="this model")) == 0
 
 
-def test_damaged_and_foreign_files_are_skipped_with_a_warning(tmp_path):
+def test_damaged_and_foreign_files_are_skipped_and_logged(tmp_path, caplog):
     store = PrefixStore(PLENTY, tmp_path)
     for tokens in ([1, 2, 3], [4, 5], [4, 5, 6]):
         store.put(tokens, filled(tokens))
@@ -224,13 +225,15 @@ def test_damaged_and_foreign_files_are_skipped_with_a_warning(tmp_path):
     body[-3] ^= 1
     files[4, 5, 6].write_bytes(body)
     (tmp_path / f"mine{SUFFIX}").write_text("my own notes")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caplog.at_level(logging.WARNING, logger="kvrack"):
         again = PrefixStore(PLENTY, tmp_path)
-    assert len(caught) == 2
-    assert len(again) == 2
-    with pytest.warns(UserWarning, match="prefix store: skipped: .*is corrupted: the checksum of its tensor"):
+        assert [record.name for record in caplog.records] == ["kvrack.prefix"] * 2
+        assert len(again) == 2
         cache, length = again.get([4, 5, 6, 7])
+    assert len(caplog.records) == 3
+    assert re.search(
+        "prefix store: skipped: .*is corrupted: the checksum of its tensor", caplog.records[2].getMessage()
+    )
     assert (held(cache), length) == ([4, 5], 2)
     assert (tmp_path / f"mine{SUFFIX}").exists()
 

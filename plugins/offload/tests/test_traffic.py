@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -273,13 +274,14 @@ def test_copies_on_a_side_stream_are_ordered_by_events(streams, on_disk):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator to offload from")
-def test_host_without_accelerator_is_the_held_backend_and_says_so_once():
+def test_host_without_accelerator_is_the_held_backend_and_says_so_once(caplog):
     from kvrack_offload.build import _warn_once
 
     _warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="no accelerator, so host memory is where the cache is anyway") as caught:
+    with caplog.at_level(logging.WARNING, logger="kvrack"):
         caches = [kvrack.create_cache("offloaded", spec("full", "sliding")) for _ in range(3)]
-    assert len(caught) == 1
+    assert [record.name for record in caplog.records] == ["kvrack.offload"]
+    assert "no accelerator, so host memory is where the cache is anyway" in caplog.text
     assert [type(layer).__name__ for layer in caches[0].layers] == ["DynamicLayer", "DynamicLayer"]
     feed(caches[0], (9, 1))
     expect_alike(caches[0], _fed(kvrack.create_cache("dynamic", spec("full", "sliding"))))

@@ -5,6 +5,7 @@ import transformers
 
 import kvrack_transformers as kt
 from kvrack import LayerSpec, UnsupportedOperation
+from kvrack_transformers.versions import caches_latents
 
 SMALL = {
     "vocab_size": 64,
@@ -64,10 +65,17 @@ def test_kv_sharing_layers_hold_nothing_and_their_source_is_read():
     assert layers[2].read_by_others
 
 
-def test_latent_attention_leaves_the_shapes_to_the_first_update():
-    config = transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4})
-    assert {layer.attention for layer in kt.model_spec(config).layers} == {"full"}
-    assert {layer.key_head_dim for layer in kt.model_spec(config).layers} == {None}
+class OtherLatentConfig(transformers.DeepseekV3Config):
+    model_type = "other_latent"
+
+
+def test_latent_attention_of_an_unknown_family_leaves_the_shapes_to_the_first_update():
+    shapes = {"kv_lora_rank": 24, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8, "v_head_dim": 20}
+    known = kt.model_spec(transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4}, **shapes)).layers[0]
+    other = kt.model_spec(OtherLatentConfig(**{**SMALL, "num_key_value_heads": 4}, **shapes)).layers[0]
+    expected = (1, 24, 8) if caches_latents() else (4, 22, 20)
+    assert (known.kv_heads, known.key_head_dim, known.value_head_dim) == expected
+    assert other == LayerSpec()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack.buffer import TOKENS, check_states
+from kvrack.events import Origin
 from kvrack.fixed import beside, carries_gradient
 from kvrack_offload.prefetch import Station
 from kvrack_offload.strip import Form, Strip, form_of
@@ -23,10 +24,28 @@ class HeldBuffer:
     """
 
     def __init__(self, station: Station, limit: int | None = None, is_whole: bool = False) -> None:
-        self.limit = limit
         self._is_whole = is_whole
         self._station = station
         self._strip = Strip(station)
+        self.limit = limit
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens the whole use will need, None when unknown."""
+        return self._strip.limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._strip.limit = limit
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     def __len__(self) -> int:
         """Return the number of tokens held."""
@@ -132,6 +151,15 @@ class HeldFixed:
         self.slots = slots
         self._station = station
         self._strip = Strip(station, slots)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The layer that it belongs to, which its events name."""
+        return self._strip.origin
+
+    @origin.setter
+    def origin(self, origin: Origin | None) -> None:
+        self._strip.origin = origin
 
     @property
     def is_allocated(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +15,8 @@ from kvrack.placement import DEVICE
 from kvrack_offload.config import PlaceConfig
 from kvrack_offload.inner import build_inner
 from kvrack_offload.layer import OffloadedLayer, OffloadedStateLayer
+
+logger = logging.getLogger("kvrack.offload")
 
 
 def build_layer(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> CacheLayer:
@@ -64,8 +66,7 @@ def _has_place(config: PlaceConfig) -> bool:
 
 @cache
 def _warn_once() -> None:
-    warnings.warn(
+    logger.warning(
         "offload: there is no accelerator, so host memory is where the cache is anyway and nothing is moved. "
-        "tier='disk' moves it to a file",
-        stacklevel=2,
+        "tier='disk' moves it to a file"
     )

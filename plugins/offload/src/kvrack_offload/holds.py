@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from kvrack import events
 from kvrack.layer import CacheLayer, Elsewhere
 from kvrack_offload.lanes import Job
 from kvrack_offload.prefetch import Part, Station
@@ -143,7 +144,7 @@ class Blob(Part):
         if self.like is None or self.home is None or self._memory is not None or not self.is_wanted:
             return []
         nbytes = self.like.numel() * self.like.dtype.itemsize
-        self._memory = self._station.take(self._number, nbytes, self.like.device)
+        self._memory = self._station.take(self._number, nbytes, self.like.device, most=nbytes)
         return [Job(self.home, self._first, self._memory)] if nbytes else []
 
     def read(self) -> torch.Tensor:
@@ -164,6 +165,8 @@ class Blob(Part):
         self.like = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.numel()).view(tensor.shape)
         flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         self._station.prefetcher.lane(tensor.device).store(self.home, self._first, flat)
+        if events.listeners:
+            self._station.origin.tell("spilled", None, nbytes, self.home.place)
 
 
 class StorageHold(Hold[Layer]):

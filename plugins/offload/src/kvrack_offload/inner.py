@@ -25,7 +25,7 @@ def make_hold(spec: LayerSpec, config: PlaceConfig, context: BuildContext) -> Ho
     """Return such a layer in a placement of its own, held through its buffers if it asked for any, else through
     `storage()`."""
     places = context.shared.get(Places, Places)
-    station = Station(places.prefetcher(context.scratch, config.tier, config.folder))
+    station = Station(places.prefetcher(context.scratch, config.tier, config.folder), context.origin)
     inner = build_inner(spec, config, replace(context, placement=station))
     if isinstance(inner, StateLayer):
         return StateHold(inner, station)

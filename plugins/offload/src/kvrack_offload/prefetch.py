@@ -18,6 +18,7 @@ import torch
 
 from kvrack import OffloadError, Placement
 from kvrack.buffer import PlainTokens
+from kvrack.events import Origin
 from kvrack.fixed import PlainFixedTokens
 from kvrack.scratch import Scratch
 from kvrack_offload.homes import DiskHome, Home, HostHome, Traffic
@@ -145,10 +146,16 @@ class Prefetcher:
 
 
 class Station(Placement):
-    """The placement of one layer: it gives out buffers that are held elsewhere, and moves them together."""
+    """The placement of one layer: it gives out buffers that are held elsewhere, and moves them together.
 
-    def __init__(self, prefetcher: Prefetcher) -> None:
+    Args:
+        prefetcher: of the cache.
+        origin: the layer, as its events name it.
+    """
+
+    def __init__(self, prefetcher: Prefetcher, origin: Origin) -> None:
         self.prefetcher = prefetcher
+        self.origin = origin
         self.is_active = False
         """Whether the layer is being updated, so that buffers show what is in the slot."""
         self.shapes_only = False
@@ -228,12 +235,15 @@ class Station(Placement):
         if self.on_vacate is not None:
             self.on_vacate()
 
-    def take(self, number: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory of the slot for part `number`, uint8 ``[nbytes]``: what it had before, if as much fits."""
+    def take(self, number: int, nbytes: int, device: torch.device, most: int | None = None) -> torch.Tensor:
+        """Return memory of the slot for part `number`, uint8 ``[nbytes]``: what it had before, if as much fits.
+
+        `most` is how many bytes will ever be asked for, None when unknown.
+        """
         if self.slot is None or self.slot[0] != device:
             self.slot = (device, self.prefetcher.seat(self, device))
         return self.prefetcher.scratch.take(
-            f"{self.prefetcher.slot_name}.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device
+            f"{self.prefetcher.slot_name}.{self.slot[1]}.{number}", (nbytes,), torch.uint8, device, most
         )
 
     # --- changing as a whole --------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvrack import events
 from kvrack.buffer import TOKENS
 from kvrack.placement import DEVICE
 from kvrack_offload.lanes import Job, Lane
@@ -61,6 +62,10 @@ class Strip(Part):
     def __init__(self, station: Station, slots: int | None = None) -> None:
         self.station = station
         self.slots = slots
+        self.limit = slots
+        """Tokens that will be on the device together at the most, None when unknown; more may come."""
+        self.origin: events.Origin | None = None
+        """The layer that it belongs to, which its events name; None where nobody is told."""
         self.form: Form | None = None
         self.start = self.stop = 0
         self.shown: tuple[int, int] | None = None
@@ -175,6 +180,8 @@ class Strip(Part):
                 self._store(part.contiguous() if copies else part.clone(), first + at)
         end = max(self.stop, first + new)
         self.stop = end if self.slots is None else min(end, self.slots)
+        if events.listeners and self.origin is not None:
+            self.origin.tell("spilled", new, new * form.row_bytes, self.home.place)
 
     def _blank(self, rows: torch.Tensor) -> None:
         """Make of `rows` what is past `stop`."""
@@ -209,7 +216,8 @@ class Strip(Part):
         form = self._form()
         # Memory outlives the mode it is first asked for in.
         with torch.inference_mode(False):
-            memory = self.station.take(self._number, rows * form.row_bytes, form.device)
+            most = None if self.limit is None or rows > self.limit else self.limit * form.row_bytes
+            memory = self.station.take(self._number, rows * form.row_bytes, form.device, most)
             return memory.view(form.dtype).view(rows, *form.row)
 
     def _bring(self, first: int, count: int, room: int) -> list[Job]:

@@ -12,7 +12,7 @@ from kvrack.codec import Role
 from kvrack.grouped import GroupedCodec, Packing
 from kvrack_quanto.config import QuantoConfig
 
-logging.getLogger(__name__).info(
+logging.getLogger("kvrack.quanto").info(
     "kvrack-quanto decodes in plain torch; optimum-quanto's C++ extension, which takes a minute to build, isn't needed"
 )
 

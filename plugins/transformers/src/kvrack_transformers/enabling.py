@@ -20,6 +20,7 @@ from transformers.generation.configuration_utils import GenerationMode
 import kvrack
 from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
 from kvrack.registry import installed
+from kvrack_transformers import attention
 from kvrack_transformers.creating import AnyCache, create_cache
 from kvrack_transformers.versions import VALIDATE_TAKES_USER_ATTRIBUTES, cache_argument
 
@@ -71,7 +72,8 @@ def enable() -> None:
 
     A name that both kvrack and transformers have means kvrack's. One that only transformers has
     still means its own, with one warning where kvrack has a backend for it that isn't installed.
-    Without `cache_implementation`, generate does what it always did.
+    Without `cache_implementation`, generate does what it always did. Models may also take
+    ``attn_implementation="kvrack"``; see `kvrack_transformers.attention`.
     """
     global _originals
     if _originals is not None:
@@ -82,6 +84,7 @@ def enable() -> None:
         prepare=GenerationMixin._prepare_cache_for_generation,
     )
     _replace(_validate, _prepare_cache_for_generation)
+    attention.register()
 
 
 def disable() -> None:
@@ -91,6 +94,7 @@ def disable() -> None:
         return
     _accept(_originals.names)
     _replace(_originals.validate, _originals.prepare)
+    attention.unregister()
     _originals = None
 
 

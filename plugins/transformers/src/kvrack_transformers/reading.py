@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvrack import KvrackError, LayerSpec, ModelSpec
+from kvrack import KvrackError, LayerSpec, ModelSpec, StateShape
 from kvrack.model import AttentionKind
+from kvrack_transformers.state_shapes import state_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -17,6 +19,21 @@ STATES = {"linear_attention", "conv", "mamba"}
 HYBRID = {"hybrid"}
 HYBRID_SLIDING = {"hybrid_sliding"}
 NOTHING = {"moe", "mlp", "dummy"}
+LATENT = {
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "sarvam_mla",
+    "youtu",
+}
+"""Families with multi-head latent attention of which what they cache was compared with what is read here."""
+
 KNOWN = FULL | SLIDING | CHUNKED | STATES | HYBRID | HYBRID_SLIDING | NOTHING
 
 
@@ -52,7 +69,7 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     )
     cross: tuple[LayerSpec, ...] = ()
     if getattr(config, "is_encoder_decoder", False):
-        cross = tuple(_attention_spec("full", None, 0, False, layer) for layer in per_layer)
+        cross = tuple(_attention_spec("full", None, layer) for layer in per_layer)
     return ModelSpec(
         layers=layers,
         cross_layers=cross,
@@ -126,16 +143,22 @@ def _layer_spec(layer_type: str, layer: Any, index: int, model: str, sharing: st
     if layer_type in NOTHING or sharing == "reuse":
         return LayerSpec(attention=None)
     states = getattr(layer, "number_of_conv_states", 1) if layer_type in STATES | HYBRID | HYBRID_SLIDING else 0
+    shapes = _state_shapes(layer, states)
     if layer_type in STATES:
-        return LayerSpec(attention=None, states=states)
-    read_by_others = sharing == "store"
+        return LayerSpec(attention=None, states=states, state_shapes=shapes)
     if layer_type in SLIDING | HYBRID_SLIDING:
-        window = _window(layer, "sliding_window", layer_type, index, model)
-        return _attention_spec("sliding", window, states, read_by_others, layer)
-    if layer_type in CHUNKED:
-        window = _window(layer, "attention_chunk_size", layer_type, index, model)
-        return _attention_spec("chunked", window, states, read_by_others, layer)
-    return _attention_spec("full", None, states, read_by_others, layer)
+        spec = _attention_spec("sliding", _window(layer, "sliding_window", layer_type, index, model), layer)
+    elif layer_type in CHUNKED:
+        spec = _attention_spec("chunked", _window(layer, "attention_chunk_size", layer_type, index, model), layer)
+    else:
+        spec = _attention_spec("full", None, layer)
+    return replace(spec, states=states, state_shapes=shapes, read_by_others=sharing == "store")
+
+
+def _state_shapes(layer: Any, states: int) -> tuple[StateShape, ...]:
+    # No family that is known has several.
+    shape = state_shape(layer) if states == 1 else None
+    return () if shape is None else (shape,)
 
 
 def _window(layer: Any, key: str, layer_type: str, index: int, model: str) -> int:
@@ -145,26 +168,32 @@ def _window(layer: Any, key: str, layer_type: str, index: int, model: str) -> in
     return window
 
 
-def _attention_spec(
-    attention: AttentionKind, window: int | None, states: int, read_by_others: bool, layer: Any
-) -> LayerSpec:
+def _attention_spec(attention: AttentionKind, window: int | None, layer: Any) -> LayerSpec:
+    heads = _int_or_none(getattr(layer, "num_attention_heads", None))
     if getattr(layer, "kv_lora_rank", None):
-        # Multi-head latent attention: early releases cache keys and values expanded, later ones the
-        # latent and the rotary part, so only the first update will tell the shapes.
-        return LayerSpec(attention=attention, window=window, states=states, read_by_others=read_by_others)
-    heads = getattr(layer, "num_attention_heads", None)
+        return LayerSpec(attention, window, *_latent(layer, heads))
     head_dim = getattr(layer, "head_dim", None)
     if head_dim is None and heads and getattr(layer, "hidden_size", None):
         head_dim = layer.hidden_size // heads
     return LayerSpec(
-        attention=attention,
-        window=window,
+        attention,
+        window,
         kv_heads=_int_or_none(getattr(layer, "num_key_value_heads", None) or heads),
         key_head_dim=_int_or_none(head_dim),
         value_head_dim=_int_or_none(getattr(layer, "v_head_dim", None) or head_dim),
-        states=states,
-        read_by_others=read_by_others,
     )
+
+
+def _latent(layer: Any, heads: int | None) -> tuple[int | None, int | None, int | None]:
+    """Return heads and head_dims of what multi-head latent attention caches (DeepSeek-AI 2024, "DeepSeek-V2")."""
+    if layer.model_type not in LATENT:
+        return None, None, None
+    from kvrack_transformers.versions import caches_latents
+
+    if caches_latents():
+        # One head: the latent in place of keys, the rotary part of the keys in place of values.
+        return 1, layer.kv_lora_rank, layer.qk_rope_head_dim
+    return heads, layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
 
 
 def _int_or_none(value: Any) -> int | None:

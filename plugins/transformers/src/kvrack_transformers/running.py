@@ -6,6 +6,7 @@ Importing it imports neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 import warnings
@@ -72,17 +73,21 @@ def seed_or_any(asked: int | None) -> int:
 @contextlib.contextmanager
 def own_warnings_only() -> Iterator[None]:
     """Print what kvrack's own code warns of as one line on stderr, and nothing of what libraries do."""
+    handler, own = _OneLine(logging.WARNING), logging.getLogger("kvrack")
+    own.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        own.removeHandler(handler)
 
-    def show(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-    ) -> None:
-        click.echo(f"warning: {' '.join(str(message).split())}", err=True)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", module=r"kvrack")
-        warnings.showwarning = show
-        yield
+class _OneLine(logging.Handler):
+    """Prints a record as one line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"warning: {' '.join(record.getMessage().split())}", err=True)
 
 
 @contextlib.contextmanager

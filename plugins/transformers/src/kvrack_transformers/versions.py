@@ -6,6 +6,7 @@ supported release passes it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, cache_utils
@@ -43,6 +44,15 @@ Before, some wrote to the state in place, or gave the prompt cut to the kernel's
 
 VALIDATE_TAKES_USER_ATTRIBUTES = "user_set_attributes" in inspect.signature(GenerationConfig.validate).parameters
 """Whether GenerationConfig.validate has that argument: from about 5.7 on."""
+
+
+@functools.cache
+def caches_latents() -> bool:
+    """Return whether multi-head latent attention caches the latent and the rotary part: in 5.24, in all its families;
+    up to 5.13 it cached keys and values expanded from them."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+    return hasattr(modeling_deepseek_v3.DeepseekV3Attention, "expand_kv")
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -181,3 +181,26 @@ def test_memory_is_predicted(subject: Subject, kind: str, tokens: int) -> None:
         f"{cache.nbytes} bytes predicted, within 3%, as the cache holds",
         predicted.nbytes,
     )
+
+
+@pytest.mark.rule("C9")
+def test_listening_changes_nothing(subject: Subject) -> None:
+    told: list[kvrack.CacheEvent] = []
+
+    def fail(event: kvrack.CacheEvent) -> None:
+        raise RuntimeError("this listener fails on purpose")
+
+    alone = _mixed(subject)
+    _fill(subject, alone)
+    with kvrack.listen(told.append), kvrack.listen(fail):
+        watched = _mixed(subject)
+        _fill(subject, watched)
+        _expect_same_layers(subject, watched.fork(), alone.fork())
+    _expect_same_layers(subject, watched, alone)
+    expect_equal(told[0].kind if told else None, "created", "the first event, of a cache that was built,")
+    for event in told:
+        expect_equal(event.backend, watched.name, f"backend of {event}")
+        expect(event.layer_index is None or event.layer_index in range(3), f"an index of a layer in {event}", event)
+        expect(
+            event.nbytes >= 0 and (event.tokens is None or event.tokens >= 0), f"no negative number in {event}", event
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 import kvrack
 from kvrack.layer import AttentionLayer, StateLayer
-from kvrack.model import LayerSpec
+from kvrack.model import LayerSpec, StateShape
 from kvrack_spec.compare import expect_same, same_bits
 from kvrack_spec.expect import broken, expect, expect_equal
 from kvrack_spec.session import DECLINED
 from kvrack_spec.subject import Shape, Subject
 
 KERNEL = 4
+CONV = ((40, KERNEL), (24, 7))
+RECURRENT = (2, 8, 16)
 STATES = (0, 1)
 
 
@@ -305,3 +308,28 @@ def test_copies_bring_every_state(subject: Subject, layer: StateLayer, way: str)
         twin.update_conv_state(_conv(subject, 1, seed=44), index)
         twin.update_recurrent_state(_recurrent(subject, seed=44), index)
     _expect_states(layer, before, f"of the original, after its {way} was updated,")
+
+
+@pytest.mark.rule("C8")
+def test_memory_of_states_is_predicted(subject: Subject, layer: StateLayer) -> None:
+    shape = Shape(batch=2, dtype=torch.bfloat16)
+    shapes = (StateShape(CONV[0], RECURRENT, "float32"), StateShape(CONV[1]))
+    spec = LayerSpec(
+        kv_heads=shape.heads, key_head_dim=shape.key_dim, value_head_dim=shape.value_dim, states=2, state_shapes=shapes
+    )
+    model = kvrack.ModelSpec(layers=(replace(spec, attention=None), spec))
+    cache = kvrack.create_cache(subject.name, model, 300, **subject.settings)
+    for new in (299, 1):
+        for index in range(2):
+            for state, (channels, columns) in enumerate(CONV):
+                conv = torch.zeros(2, channels, new, dtype=shape.dtype, device=subject.device)
+                cache.update_conv_state(conv, index, state, columns)
+            cache.update_recurrent_state(torch.zeros(2, *RECURRENT, device=subject.device), index)
+        cache.update(*subject.states(new, shape), 1)
+    predicted = kvrack.predict_memory(subject.name, model, 300, shape.batch, shape.dtype, **subject.settings)
+    expect_equal(predicted.unknown, (), "layers of unknown bytes")
+    expect(
+        abs(predicted.nbytes - cache.nbytes) <= 0.03 * cache.nbytes,
+        f"{cache.nbytes} bytes predicted, within 3%, as the cache holds",
+        predicted.nbytes,
+    )
