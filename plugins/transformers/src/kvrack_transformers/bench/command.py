@@ -72,6 +72,10 @@ class Contexts(click.ParamType):  # type: ignore[type-arg]
     "--against", type=click.Choice(["transformers"]), help="Measure its own caches of the same kinds too, in turn."
 )
 @click.option(
+    "--attention", type=click.Choice(["model", "kvrack"]), default="model", show_default=True,
+    help="Attention that reads kvrack's caches: the model's own, or the implementation that kt.enable() adds.",
+)  # fmt: skip
+@click.option(
     "--text", "text_file", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
     help="Real text to read; by default the manual that comes with Python.",
 )  # fmt: skip
@@ -96,6 +100,7 @@ def bench(
     repeats: int,
     batch: int,
     against: str | None,
+    attention: str,
     text_file: Path | None,
     out: Path,
     dtype: str | None,
@@ -129,8 +134,11 @@ def bench(
         target = device_named(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    work = Work(model, asked, contexts, new_tokens, repeats, batch, against is not None, text_name, left_out)
-    with own_warnings_only():
+    work = Work(
+        model, asked, contexts, new_tokens, repeats, batch, against is not None, text_name, left_out,
+        None if attention == "model" else attention,
+    )  # fmt: skip
+    with own_warnings_only(), _enabled():
         result = _measure(work, source, target, text, dtype)
     _write(result, out)
     if result.interrupted:
@@ -176,6 +184,18 @@ def _measure(work: Work, source: Any, device: torch.device, text: str, dtype: st
         count = len(entries_of(work, device)[0])
         with progress(sum(plan.cost(count) for plan in plans)) as advance:
             return run_all(model, tokens, work, advance)
+
+
+@contextlib.contextmanager
+def _enabled() -> Iterator[None]:
+    """Have what kvrack adds to transformers for as long as it lasts."""
+    import kvrack_transformers as kt
+
+    kt.enable()
+    try:
+        yield
+    finally:
+        kt.disable()
 
 
 @contextlib.contextmanager

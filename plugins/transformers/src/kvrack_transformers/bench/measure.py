@@ -18,7 +18,7 @@ from kvrack_transformers.bench.allocations import PeakBytes
 from kvrack_transformers.bench.bandwidth import memory_bandwidth, wait_for
 from kvrack_transformers.bench.entries import Entry, one_line
 from kvrack_transformers.bench.quality import Dense, Quality
-from kvrack_transformers.bench.results import Context, Measurement
+from kvrack_transformers.bench.results import Context, Measurement, Side
 from kvrack_transformers.versions import cache_argument
 
 if TYPE_CHECKING:
@@ -41,11 +41,13 @@ class Plan:
         context: tokens of the prompt.
         new_tokens: tokens that each repeat decodes.
         repeats: timed repeats, after one that warms up.
+        attention: the attention implementation that kvrack's caches are read by; None for the model's own.
     """
 
     context: int
     new_tokens: int
     repeats: int
+    attention: str | None = None
 
     @property
     def decoded(self) -> int:
@@ -124,6 +126,9 @@ class ContextRun:
         self._advance = advance
         self._bandwidth: float | None = None
         self._argument = cache_argument(model)
+        self._config: Any = model.config.get_text_config()
+        own = self._config._attn_implementation
+        self._attention: dict[Side, str] = {"transformers": own, "kvrack": plan.attention or own}
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
@@ -143,6 +148,7 @@ class ContextRun:
             for repeat in range(self.plan.repeats + 1):
                 self._repeat(repeat)
         finally:
+            self._config._attn_implementation = self._attention["transformers"]
             for runner in self.runners:
                 self._read_off(runner)
                 runner.cache = runner.logits = runner.tracker = None
@@ -150,7 +156,8 @@ class ContextRun:
     def _warm_up(self) -> float:
         """Run the prompt once, uncounted, so that the first cache isn't the one that finds everything cold."""
         start = time.perf_counter()
-        self._forward(self.tokens[:, : self.plan.context], theirs.reference().make(self.model, self.plan.held))
+        cache = theirs.reference().make(self.model, self.plan.held)
+        self._forward(self.tokens[:, : self.plan.context], cache, "transformers")
         self._advance(f"{self.plan.context:,} tokens: warming up", self.plan.context)
         return time.perf_counter() - start
 
@@ -173,7 +180,7 @@ class ContextRun:
         with runner.tracker:
             runner.cache = runner.entry.make(self.model, self.plan.held)
             start = time.perf_counter()
-            self._forward(self.tokens[:, : self.plan.context], runner.cache)
+            self._forward(self.tokens[:, : self.plan.context], runner.cache, runner.entry.side)
             wait_for(self.model.device)
             runner.prefills.append(time.perf_counter() - start)
         runner.prefill_peak = runner.tracker.peak
@@ -203,18 +210,20 @@ class ContextRun:
         token = self.tokens[:, position : position + 1]
         if not timed and runner.tracker is not None:
             with runner.tracker:
-                logits = self._forward(token, runner.cache)
+                logits = self._forward(token, runner.cache, runner.entry.side)
             runner.decode_peak = runner.tracker.peak
         else:
             wait_for(self.model.device)
             start = time.perf_counter()
-            logits = self._forward(token, runner.cache)
+            logits = self._forward(token, runner.cache, runner.entry.side)
             wait_for(self.model.device)
             runner.steps[-1].append(time.perf_counter() - start)
             runner.moving_steps += 1
         runner.logits = logits[:, -1]
 
-    def _forward(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, cache: Any, side: Side) -> torch.Tensor:
+        # Models look it up at each step; setting it through the model would check it anew each time.
+        self._config._attn_implementation = self._attention[side]
         logits: torch.Tensor = self.model(tokens, use_cache=True, **{self._argument: cache}, **self._last_only).logits
         return logits
 

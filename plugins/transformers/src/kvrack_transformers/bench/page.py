@@ -175,7 +175,9 @@ def _machine(bench: Bench) -> str:
         "System": machine.system,
         "Device": machine.device,
         "Threads": str(machine.threads),
-        "Attention": asked.attention,
+        "Attention": asked.attention
+        if asked.attention == asked.kvrack_attention
+        else f"{asked.attention}; over kvrack's caches {asked.kvrack_attention}",
         "Weights read a step": decimal(asked.weight_bytes),
         "Releases": ", ".join(f"{name} {release}" for name, release in machine.versions.items()),
     }

@@ -54,6 +54,7 @@ class Request(_Part):
     weight_bytes: int = Field(description="bytes of weights that a decode step reads")
     dtype: str = Field(description="of weights, keys and values")
     attention: str = Field(description="the model's attention implementation in transformers")
+    kvrack_attention: str = Field(description="the one that reads kvrack's caches")
     caches: tuple[str, ...] = Field(description="as given to --cache, 'all' spelled out")
     contexts: tuple[int, ...] = Field(description="tokens of each prompt")
     new_tokens: int = Field(description="tokens that each repeat decodes")

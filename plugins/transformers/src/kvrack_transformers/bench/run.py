@@ -33,6 +33,7 @@ class Work:
         against: whether transformers' caches of the same kinds are measured too.
         text_name: what the text is called.
         left_out: caches that aren't tried, with the reason.
+        attention: the attention implementation that kvrack's caches are read by; None for the model's own.
     """
 
     model_name: str
@@ -44,10 +45,11 @@ class Work:
     against: bool
     text_name: str
     left_out: Mapping[str, str]
+    attention: str | None = None
 
     @property
     def plans(self) -> list[Plan]:
-        return [Plan(context, self.new_tokens, self.repeats) for context in self.contexts]
+        return [Plan(context, self.new_tokens, self.repeats, self.attention) for context in self.contexts]
 
 
 def entries_of(work: Work, device: torch.device) -> tuple[list[Entry], dict[str, str]]:
@@ -111,7 +113,8 @@ def run_all(model: PreTrainedModel, tokens: torch.Tensor, work: Work, advance: A
             parameters=sum(each.numel() for each in model.parameters()),
             weight_bytes=weight_bytes,
             dtype=str(model.dtype).removeprefix("torch."),
-            attention=str(model.config._attn_implementation),
+            attention=str(model.config.get_text_config()._attn_implementation),
+            kvrack_attention=work.attention or str(model.config.get_text_config()._attn_implementation),
             caches=tuple(each.text for each in work.asked),
             contexts=tuple(work.contexts),
             new_tokens=work.new_tokens,

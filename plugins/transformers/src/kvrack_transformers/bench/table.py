@@ -64,9 +64,12 @@ def percent(share: float | None) -> str:
 def heading(bench: Bench) -> str:
     """Return what was measured, in a sentence."""
     asked, machine = bench.request, bench.machine
+    attention = (
+        "" if asked.kvrack_attention == asked.attention else f", attention {asked.kvrack_attention} for kvrack's"
+    )
     rows = "" if asked.batch == 1 else f", {asked.batch} rows"
     return (
-        f"{asked.model}, {asked.dtype}{rows}, on {machine.device}: {machine.processor}, {machine.threads} "
+        f"{asked.model}, {asked.dtype}{rows}{attention}, on {machine.device}: {machine.processor}, {machine.threads} "
         f"thread{'s' if machine.threads != 1 else ''}, torch {machine.versions.get('torch', '?')}, "
         f"transformers {machine.versions.get('transformers', '?')}"
     )
