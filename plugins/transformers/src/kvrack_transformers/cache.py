@@ -138,10 +138,10 @@ class TransformersCache(OwnsRack, HFCache):  # type: ignore[misc]
         keep, a positive number is that."""
         tokens = versions.tokens_to_crop(tokens_to_remove, self.rack.get_seq_length())
         states = [layer for layer in self.rack.layers if isinstance(layer, StateLayer) and layer.is_initialized]
-        if tokens and states and not versions.RECORDS_STATES:
+        if tokens and states and (hidden := versions.states_are_hidden(tokens)):
             raise kvrack.UnsupportedOperation(
                 self.rack.name,
-                f"crop({tokens}) of states in transformers before 5.21",
+                hidden,
                 "Its models don't say what happens to them: upgrade transformers, or call reset() and start anew",
             )
         self.rack.crop(tokens)

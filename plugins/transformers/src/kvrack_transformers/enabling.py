@@ -18,7 +18,7 @@ from transformers.generation import configuration_utils
 from transformers.generation.configuration_utils import GenerationMode
 
 import kvrack
-from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, QUANTIZED_BACKENDS
+from kvrack.config import ALIASES, KNOWN_DISTRIBUTIONS, resolve_alias
 from kvrack.registry import installed
 from kvrack_transformers import attention
 from kvrack_transformers.creating import AnyCache, create_cache
@@ -110,12 +110,16 @@ def _accept(names: tuple[str, ...]) -> None:
 def _serves(name: str, config: Mapping[str, Any] | None) -> bool:
     """Return whether kvrack answers to `name`; False where transformers' own cache does.
 
-    Raises UnknownBackend where neither does.
+    Raises UnknownBackend where neither does, and InvalidConfig for an alias whose config names none that it stands for.
     """
     assert _originals is not None
+    if not isinstance(name, str):
+        raise kvrack.UnknownBackend(str(name), list(installed()))
     target = name
     if name in ALIASES and name not in installed():
-        target = dict(config or {}).get("backend", QUANTIZED_BACKENDS[0])
+        if not isinstance(config, Mapping | None):
+            raise kvrack.InvalidConfig(name, [f"expected a dict of keys, got {type(config).__name__}"])
+        target, _ = resolve_alias(name, config or {})
     if target in installed():
         return True
     if name in _originals.names or name == PAGED:

@@ -12,7 +12,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 import kvrack
 from kvrack_transformers.enabling import noting_caches
-from kvrack_transformers.prefix import CACHE_ARGUMENTS
+from kvrack_transformers.versions import given_caches
 
 logger = logging.getLogger("kvrack.transformers")
 
@@ -53,7 +53,7 @@ def first_that_fits(
     cache given besides a fallback, which could not be built anew.
     """
     choices = [first, *map(_choice, fallback)]
-    given = [name for name in CACHE_ARGUMENTS if settings.get(name) is not None]
+    given = given_caches(settings)
     if given and fallback:
         raise ValueError(f"{given[0]}: a fallback builds its cache anew; leave {given[0]} out and name its backend")
     for name, config in choices[1:]:

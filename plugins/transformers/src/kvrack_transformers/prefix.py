@@ -13,16 +13,13 @@ import kvrack
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
 from kvrack_transformers.enabling import note_cache
 from kvrack_transformers.reading import model_spec
-from kvrack_transformers.versions import cache_argument
+from kvrack_transformers.versions import cache_argument, given_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DEFAULT_BACKEND = "dynamic"
 """The backend of caches for a prefix store where nothing names one."""
-
-CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
-"""Under which keywords a cache may be given."""
 
 READABLE = {"input_ids", "attention_mask"}
 """Tensors that a prompt may consist of for its tokens to say everything about it."""
@@ -41,11 +38,11 @@ def generate_once(
     `prefix_store` the prompt's known beginning comes from there, and what was computed is put there.
     """
     prompt = _Prompt.read(model, inputs, settings)
-    given = next((settings[name] for name in CACHE_ARGUMENTS if settings.get(name) is not None), None)
+    names = given_caches(settings)
+    given = settings[names[0]] if names else None
     if given is None and prefix_store is not None and prompt is not None and prompt.is_plain:
         return _generate_from(prefix_store, model, inputs, settings, prompt)
     if prompt is not None and isinstance(given, AnyCache):
-        names = [name for name in CACHE_ARGUMENTS if settings.get(name) is not None]
         settings = {**settings, **dict.fromkeys(names, expanded(given, prompt.sequences))}
     return model.generate(inputs, **settings)  # type: ignore[operator]
 

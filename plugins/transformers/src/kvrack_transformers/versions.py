@@ -1,16 +1,52 @@
 """What differs between transformers releases, in one place, found by looking at transformers itself.
 
 Each name says what it decides and which release changed it, so that it can go when the oldest
-supported release passes it.
+supported release passes it. `DEPRECATIONS` lists what transformers itself is about to remove, with the
+release that it names for that.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache as HFCache
+
+
+@dataclass(frozen=True)
+class Deprecation:
+    """A name that transformers replaces, and that kvrack therefore has to know under both.
+
+    Attributes:
+        old: the name, of a keyword, a method or a parameter.
+        new: what takes its place.
+        since: the first release, about, that has `new`.
+        removed_in: the releases that transformers names for the end of `old`, in its various functions.
+        here: what of this bridge goes then.
+    """
+
+    old: str
+    new: str
+    since: str
+    removed_in: tuple[str, ...]
+    here: str
+
+
+DEPRECATIONS = (
+    Deprecation("past_key_values", "cache", "5.22", ("5.40.0", "6.0.0"), "CACHE_ARGUMENT"),
+    Deprecation("cache_params", "cache", "5.22", ("5.40.0", "6.0.0"), "PURE_STATE_ARGUMENT"),
+    Deprecation("crop(max_length)", "crop(tokens_to_remove)", "5.15", ("5.15",), "CROP_TAKES_LENGTH"),
+    Deprecation("get_max_cache_shape", "get_max_length", "5.13", ("5.13",), "OwnsRack.get_max_cache_shape"),
+)
+"""What kvrack answers by two names. Of `get_mask_sizes` there is one form, ``(query_length, layer_idx)``, in every
+release that is supported."""
+
+CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
+"""Under which keywords a cache may be given; see `given_caches`."""
 
 CACHE_ARGUMENT = (
     "cache"
@@ -44,6 +80,16 @@ Before, some wrote to the state in place, or gave the prompt cut to the kernel's
 
 VALIDATE_TAKES_USER_ATTRIBUTES = "user_set_attributes" in inspect.signature(GenerationConfig.validate).parameters
 """Whether GenerationConfig.validate has that argument: from about 5.7 on."""
+
+
+def given_caches(settings: Mapping[str, Any]) -> list[str]:
+    """Return under which keywords of a call a cache is given."""
+    return [name for name in CACHE_ARGUMENTS if settings.get(name) is not None]
+
+
+def states_are_hidden(tokens: int) -> str | None:
+    """Return how to name a crop of states that models don't report to the cache, None where they do."""
+    return None if RECORDS_STATES else f"crop({tokens}) of states in transformers before 5.21"
 
 
 @functools.cache
