@@ -85,6 +85,8 @@ def kvrack_backend(name):
     return kvrack.Backend(name=name, summary="a fake", layer=f"fake_layers:{name}", config="fake_layers:Config")
 """
 FAKE_LAYERS = """
+import signal
+
 import kvrack
 
 class Config(kvrack.BackendConfig):
@@ -97,6 +99,14 @@ class forgetful(kvrack.BufferedLayer):
         keys, values = super().update(key_states, value_states)
         return keys, values * (self.config.remember or key_states.shape[2] > 1)
 
+class impatient(kvrack.BufferedLayer):
+    capabilities = kvrack.Capabilities(grows=True, lossless=True)
+
+    def update(self, key_states, value_states):
+        if self.get_seq_length() == 40:
+            signal.raise_signal(signal.SIGINT)
+        return super().update(key_states, value_states)
+
 def refuses(spec, config, context):
     raise kvrack.UnsupportedOperation("refuses", "any model at all", "Choose another")
 """
@@ -104,11 +114,11 @@ def refuses(spec, config, context):
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three more installed backends: one forgets, one refuses every model, one is broken."""
+    """More backends: one forgets, one presses Ctrl-C after 40 tokens, one refuses every model, one is broken."""
     info = tmp_path / "fakes-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fakes\nVersion: 1.0\n")
-    names = "".join(f"{name} = fake_backends\n" for name in ("forgetful", "moon", "refuses"))
+    names = "".join(f"{name} = fake_backends\n" for name in ("forgetful", "impatient", "moon", "refuses"))
     (info / "entry_points.txt").write_text(f"[kvrack]\n{names}")
     (tmp_path / "fake_backends.py").write_text(FAKE_BACKENDS)
     (tmp_path / "fake_layers.py").write_text(FAKE_LAYERS)

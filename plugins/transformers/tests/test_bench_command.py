@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from html import unescape
 from pathlib import Path
@@ -50,6 +47,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text("It was the best of times, it was the worst of times. " * 8)
     return file
+
+
+@pytest.fixture(scope="module")
+def deep_folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with four layers instead of two."""
+    folder = tmp_path_factory.mktemp("deep")
+    config = transformers.AutoConfig.from_pretrained(model_folder)
+    config.num_hidden_layers, config.layer_types = 4, None
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    return folder
 
 
 # --- measuring -----------------------------------------------------------------------------------
@@ -103,8 +112,9 @@ def expected_perplexity(folder: Path, context: int) -> float:
 
 def test_rows_and_dtype_and_attention(model_folder: Path, text: Path, tmp_path: Path) -> None:
     result = run(
-        "--model", str(model_folder), "--batch", "3", "--dtype", "bfloat16", "--text", str(text), "--out", str(tmp_path),
-        "--context", "24", "--new-tokens", "3", "--repeats", "1", "--threads", "1", "--attention", "kvrack",
+        "--model", str(model_folder), "--batch", "3", "--dtype", "bfloat16", "--text", str(text),
+        "--out", str(tmp_path), "--context", "24", "--new-tokens", "3", "--repeats", "1",
+        "--threads", "1", "--attention", "kvrack",
     )  # fmt: skip
     assert result.exit_code == 0, (result.output, result.exception)
     found = read(tmp_path / "bench.json")
@@ -129,9 +139,9 @@ def test_rows_are_parts_of_the_text_one_after_the_other(model_folder: Path) -> N
     not {"fp8", "hqq", "mamba", "offloaded", "quanto", "static"} <= set(installed()),
     reason="needs the project's other backends; they are installed in tox's `all`",
 )
-def test_every_kind_beside_transformers(model_folder: Path, tmp_path: Path) -> None:
+def test_every_kind_beside_transformers(deep_folder: Path, tmp_path: Path) -> None:
     result = run(
-        "--model", str(model_folder), "--cache", "all", "--cache", "static:max_cache_len=90", "--cache",
+        "--model", str(deep_folder), "--cache", "all", "--cache", "static:max_cache_len=90", "--cache",
         "offloaded:tier=disk", "--cache", "hqq:nbits=2,residual_length=8", "--against", "transformers",
         "--out", str(tmp_path), "--context", "48", "--new-tokens", "4", "--repeats", "1", "--threads", "1",
     )  # fmt: skip
@@ -143,44 +153,42 @@ def test_every_kind_beside_transformers(model_folder: Path, tmp_path: Path) -> N
     for kind in ("static", "static:max_cache_len=90", "fp8", "hqq", "quanto", "hqq:nbits=2,residual_length=8"):
         assert {("kvrack", kind), ("transformers", kind)} <= set(of)
     dense = of["transformers", "dynamic"].stored_bytes
-    assert of["transformers", "static:max_cache_len=90"].stored_bytes == pytest.approx(512 * 90, rel=0.01)
-    assert of["kvrack", "static:max_cache_len=90"].stored_bytes == pytest.approx(512 * 90, rel=0.01)
+    assert of["transformers", "static:max_cache_len=90"].stored_bytes == pytest.approx(1024 * 90, rel=0.01)
+    assert of["kvrack", "static:max_cache_len=90"].stored_bytes == pytest.approx(1024 * 90, rel=0.01)
     assert of["transformers", "fp8"].stored_bytes == pytest.approx(dense / 4, rel=0.05)
     assert dense / 16 < of["transformers", "hqq:nbits=2,residual_length=8"].stored_bytes < dense / 2
     assert dense / 8 < of["transformers", "quanto"].stored_bytes < dense / 2
     for kind in ("fp8", "hqq:nbits=2,residual_length=8"):
-        assert 0 < of["kvrack", kind].kl < of["transformers", kind].kl
+        assert min(of["kvrack", kind].kl, of["transformers", kind].kl) > 1e-3
     disk = of["kvrack", "offloaded:tier=disk"]
     assert disk.is_exact
-    assert disk.moved_in == pytest.approx(512 * 54, rel=0.2)
-    assert disk.moved_out == 512
+    # Four layers take turns in the two places that there are in memory; each holds 256 bytes a token.
+    assert 2 * 256 * 48 < disk.moved_in <= 4 * 256 * 56
+    assert disk.moved_out == 4 * 256
     assert disk.stored_by_place["disk"] == disk.stored_bytes
     assert "on disk" in found.left_out["transformers offloaded:tier=disk"]
     assert "measured by itself" in found.left_out["mamba"]
 
 
-def test_interruption_keeps_what_is_done(model_folder: Path, tmp_path: Path) -> None:
-    arguments = ("--model", str(model_folder), "--out", str(tmp_path), "--context", "16,32", "--new-tokens", "1")
-    code = "import sys; from kvrack.cli import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "bench", *arguments, "--repeats", "60", "--threads", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+def test_interruption_keeps_what_is_done(model_folder: Path, fakes: None, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(
+        "--model", str(model_folder), "--cache", "dynamic", "--cache", "impatient", "--out", str(out),
+        "--context", "16,32,64", "--new-tokens", "4", "--repeats", "3", "--threads", "1",
     )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("32 tokens: decoding, repeat 1"):
-            break
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "interrupted" in output
-    assert {each.name for each in tmp_path.iterdir()} == FILES
-    found = read(tmp_path / "bench.json")
+    assert result.exit_code == 130, (result.output, result.exception)
+    assert "interrupted" in result.stdout
+    assert {each.name for each in out.iterdir()} == FILES
+    found = read(out / "bench.json")
     assert found.interrupted
-    whole, part = (context.find(("kvrack", "dynamic")) for context in found.contexts)
-    assert len(whole.step_seconds) == 60
-    assert len(part.step_seconds) < 60
-    assert part.stored_bytes
+    # 16 tokens and 16 decoded never come to 40; after 32 the first timed repeat ends, and the second doesn't.
+    whole, part = found.contexts
+    for cache in ("dynamic", "impatient"):
+        assert [len(repeat) for repeat in whole.find(("kvrack", cache)).step_seconds] == [4, 4, 4]
+    assert [len(repeat) for repeat in part.find(("kvrack", "impatient")).step_seconds] == [4]
+    assert part.find(("kvrack", "dynamic")).step_seconds[0]
+    assert part.find(("kvrack", "dynamic")).kl < 1e-6
+    assert part.find(("kvrack", "dynamic")).stored_bytes
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -216,6 +224,8 @@ def test_compare(result: Bench, tmp_path: Path) -> None:
     assert "512 tokens of prompt" in shown.stdout
     assert "interrupted" in shown.stdout
     assert "something else" in refused("--compare", str(first), str(other))
+    other.write_text(first.read_text().replace('"version":1', '"version":2'))
+    assert "its version is 2" in refused("--compare", str(other), str(first))
     assert "can't be read" in refused("--compare", str(first), str(tmp_path / "none.json"))
 
 
@@ -228,7 +238,8 @@ addEventListener("securitypolicyviolation", event => faults.push(event.blockedUR
 addEventListener("error", event => faults.push(String(event.message)), true);
 addEventListener("load", () => {
   const sizes = [...document.images].map(image => image.naturalWidth + "x" + image.naturalHeight);
-  const fetched = performance.getEntriesByType("resource").map(each => each.name).filter(name => !name.startsWith("data:"));
+  const names = performance.getEntriesByType("resource").map(each => each.name);
+  const fetched = names.filter(name => !name.startsWith("data:"));
   const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
   document.title = JSON.stringify({sizes, fetched, faults, wide});
 });
