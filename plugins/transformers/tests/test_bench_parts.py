@@ -12,6 +12,7 @@ import click
 import pytest
 import torch
 import transformers
+from pydantic import BaseModel
 from rich.console import Console
 
 import kvrack
@@ -22,7 +23,16 @@ from kvrack_transformers.bench.entries import Asked, parse_cache, parse_caches
 from kvrack_transformers.bench.page import page
 from kvrack_transformers.bench.plots import PLOTS, best_choices, figures, looks_of, png
 from kvrack_transformers.bench.quality import Dense, NotFinite, Quality
-from kvrack_transformers.bench.results import Bench, BenchFileError, Measurement, read, write
+from kvrack_transformers.bench.results import (
+    Bench,
+    BenchFileError,
+    Context,
+    Machine,
+    Measurement,
+    Request,
+    read,
+    write,
+)
 from kvrack_transformers.bench.table import render
 from kvrack_transformers.bench.text import python_reference
 
@@ -156,6 +166,13 @@ def test_result_survives_its_file(result: Bench, tmp_path: Path) -> None:
     write(result, path)
     assert read(path) == result
     assert json.loads(path.read_text())["version"] == 1
+
+
+@pytest.mark.parametrize("part", [Bench, Machine, Request, Context, Measurement])
+def test_every_field_is_documented(part: type[BaseModel]) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = [f"| `{name}` | {field.description} |" for name, field in part.model_fields.items()]
+    assert "\n".join(rows) in readme
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ class Measurement(_Part):
         default=None, description="the same over the decode steps of the first repeat"
     )
     perplexity: float | None = Field(default=None, description="of the text's tokens, teacher-forced")
-    kl: float | None = Field(default=None, description="mean KL(dense || cache) of the next token, nats")
+    kl: float | None = Field(
+        default=None, description="mean KL divergence of the next token from the dense cache's, nats"
+    )
     agreement: float | None = Field(default=None, description="share of steps whose likeliest token is the dense one's")
     floor_seconds: float | None = Field(
         default=None,
@@ -142,11 +144,11 @@ class Context(_Part):
     """All caches after prompts of one length."""
 
     tokens: int = Field(description="tokens of the prompt")
-    held: int = Field(description="tokens that a cache holds at the end")
+    held: int = Field(description="tokens of a row that a cache holds at the end")
     bandwidth: float | None = Field(
         default=None, description="memory bandwidth measured before decoding, bytes a second"
     )
-    measurements: tuple[Measurement, ...] = Field(description="the dense reference first")
+    measurements: tuple[Measurement, ...] = Field(description="one for each cache, the dense reference first")
 
     @property
     def reference(self) -> Measurement | None:
@@ -168,12 +170,12 @@ class Context(_Part):
 class Bench(_Part):
     """A benchmark's result, as ``bench.json`` holds it."""
 
-    kind: Literal["kvrack bench"] = "kvrack bench"
-    version: Literal[1] = 1
+    kind: Literal["kvrack bench"] = Field(default="kvrack bench", description="'kvrack bench'")
+    version: Literal[1] = Field(default=1, description="of this description: 1")
     created: str = Field(description="when it began, ISO 8601 with UTC offset")
-    machine: Machine
-    request: Request
-    contexts: tuple[Context, ...]
+    machine: Machine = Field(description="where it was measured, see below")
+    request: Request = Field(description="what was asked for, see below")
+    contexts: tuple[Context, ...] = Field(description="what was found for each length of prompt, see below")
     left_out: dict[str, str] = Field(default={}, description="caches that weren't tried, with the reason")
     interrupted: bool = Field(default=False, description="whether it was stopped before its end")
 
