@@ -14,12 +14,14 @@ import torch
 import transformers
 from pydantic import BaseModel
 from rich.console import Console
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import kvrack
 from kvrack_transformers.bench import bandwidth, theirs
 from kvrack_transformers.bench.allocations import PeakBytes
 from kvrack_transformers.bench.compare import differences, render_comparison
-from kvrack_transformers.bench.entries import Asked, parse_cache, parse_caches
+from kvrack_transformers.bench.entries import Asked, Entry, parse_cache, parse_caches
+from kvrack_transformers.bench.measure import ContextRun, Plan
 from kvrack_transformers.bench.page import page
 from kvrack_transformers.bench.plots import PLOTS, best_choices, figures, looks_of, png
 from kvrack_transformers.bench.quality import Dense, NotFinite, Quality
@@ -112,6 +114,25 @@ def test_peak_counts_what_is_alive_at_once_and_not_what_was_there() -> None:
     with tracker:
         torch.empty(7)
     assert tracker.peak == 4 * 1007
+
+
+def test_nothing_is_timed_while_memory_is_watched(llama: transformers.PreTrainedModel) -> None:
+    watched: list[tuple[int, bool]] = []
+
+    class Spy(transformers.DynamicCache):
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+            watched.append((key_states.shape[2], isinstance(_get_current_dispatch_mode(), PeakBytes)))
+            return super().update(key_states, value_states, layer_idx, *args)
+
+    entry = Entry("dynamic", "transformers", "Spy()", lambda model, _: Spy(config=model.config))
+    run = ContextRun(llama, torch.ones(1, 15, dtype=torch.long), [entry], Plan(8, 2, 2), 0, lambda *_: None)
+    run.run()
+    assert watched[::2] == watched[1::2]
+    # Two timed prompts, one watched, then two steps that are watched and four that are timed.
+    assert [tokens for tokens, _ in watched[::2]] == [8, 8, 8, 1, 1, 1, 1, 1, 1]
+    assert [seen for _, seen in watched[::2]] == [False, False, True, True, True, False, False, False, False]
+    (measured,) = run.context().measurements
+    assert (len(measured.prefill_seconds), [len(each) for each in measured.step_seconds]) == (2, [2, 2])
 
 
 def test_bytes_of_transformers_caches_count_memory_once() -> None:

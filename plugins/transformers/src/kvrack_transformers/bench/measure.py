@@ -66,7 +66,7 @@ class Plan:
 
     def cost(self, entries: int) -> int:
         """Tokens of a prefill that all of it takes about as long as."""
-        return (entries + 1) * self.context + entries * self.decoded * STEP_COST
+        return (2 * entries + 1) * self.context + entries * self.decoded * STEP_COST
 
 
 @dataclass
@@ -142,7 +142,9 @@ class ContextRun:
             seconds = self._warm_up()
             for _ in range(self.plan.repeats if seconds < SHORT else 1):
                 for runner in self.runners:
-                    self._attempt(runner, self._prefill)
+                    self._attempt(runner, self._time_prefill)
+            for runner in self.runners:
+                self._attempt(runner, self._fill)
             gc.collect()
             self._bandwidth = memory_bandwidth(self.model.device)
             for repeat in range(self.plan.repeats + 1):
@@ -172,19 +174,25 @@ class ContextRun:
             if runner is self.runners[0]:
                 raise KvrackError(f"the dense cache, which others are compared with: {runner.error}") from error
 
-    def _prefill(self, runner: Runner) -> None:
+    def _time_prefill(self, runner: Runner) -> None:
+        """Run the prompt into a cache that is given up; watching its memory would take time."""
         again = bool(runner.prefills)
-        runner.cache = None
-        known = [*self.model.parameters(), *self.model.buffers(), self.tokens]
-        runner.tracker = PeakBytes(known)
+        cache = runner.entry.make(self.model, self.plan.held)
+        wait_for(self.model.device)
+        start = time.perf_counter()
+        self._forward(self.tokens[:, : self.plan.context], cache, runner.entry.side)
+        wait_for(self.model.device)
+        runner.prefills.append(time.perf_counter() - start)
+        self._advance(f"{self.plan.context:,} tokens: prompt into {_label(runner)}", 0 if again else self.plan.context)
+
+    def _fill(self, runner: Runner) -> None:
+        """Run the prompt into the cache that decodes then, and watch memory."""
+        runner.tracker = PeakBytes([*self.model.parameters(), *self.model.buffers(), self.tokens])
         with runner.tracker:
             runner.cache = runner.entry.make(self.model, self.plan.held)
-            start = time.perf_counter()
             self._forward(self.tokens[:, : self.plan.context], runner.cache, runner.entry.side)
-            wait_for(self.model.device)
-            runner.prefills.append(time.perf_counter() - start)
         runner.prefill_peak = runner.tracker.peak
-        self._advance(f"{self.plan.context:,} tokens: prompt into {_label(runner)}", 0 if again else self.plan.context)
+        self._advance(f"{self.plan.context:,} tokens: watching memory, {_label(runner)}", self.plan.context)
 
     def _repeat(self, repeat: int) -> None:
         """Decode the repeat's tokens; the first repeat warms up, its memory is watched and its time isn't."""
@@ -196,7 +204,7 @@ class ContextRun:
                 elif runner.tracker is not None:
                     runner.tracker.peak = runner.tracker.now
                 runner.moved = _moved(runner.cache) if timed and runner.moved is None else runner.moved
-        name = f"repeat {repeat} of {self.plan.repeats}" if timed else "watching memory"
+        name = f"repeat {repeat} of {self.plan.repeats}" if timed else "warming up"
         for i in range(self.plan.new_tokens):
             position = self.plan.context + repeat * self.plan.new_tokens + i
             # To and fro, so that no cache always comes after the same one.

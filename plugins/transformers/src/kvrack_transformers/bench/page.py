@@ -160,9 +160,10 @@ def _methods(bench: Bench) -> str:
         "<h2>How it was measured</h2>"
         f"<p>All caches hold the same {asked.batch} row{'s' if asked.batch != 1 else ''} of {escape(asked.text)} at "
         "once and decode it in turn, step by step, so that drift of the machine reaches all of them: "
-        f"{asked.new_tokens} tokens that warm up, in which memory is watched and time isn't, and then "
-        f"{asked.repeats} timed repeat{'s' if asked.repeats != 1 else ''} of {asked.new_tokens}. A step is the median "
-        "of all; ± is half of what lies between the largest and the smallest median of a repeat.</p>"
+        f"{asked.new_tokens} tokens that warm up, and then {asked.repeats} timed "
+        f"repeat{'s' if asked.repeats != 1 else ''} of {asked.new_tokens}. A step is the median of all; ± is half of "
+        "what lies between the largest and the smallest median of a repeat. Memory is watched in a prefill of its own "
+        "and while warming up, where nothing is timed.</p>"
         f"{_table(['cache', 'made by'], rows, texts=2)}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kvrack_transformers.bench.results import EXACT, Bench, Context, Measurement, Side
 
@@ -52,6 +53,8 @@ STYLE: Any = {
 }
 WIDTH = 5.6
 """Inches. A page shows a plot about as wide as a phone, and its letters as large as the text."""
+WIDE = 8
+"""How many times the least bytes the most are before an axis is logarithmic."""
 OFFSETS = ((9, 0), (-9, 0), (7, 3), (7, -3), (-7, 3), (-7, -3), (0, 8), (0, -8), (7, 14), (7, -14), (-7, 14), (-7, -14))
 
 
@@ -136,8 +139,9 @@ def _memory(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None:
     upper.set_title("Bytes that keep the tokens")
     lower.set_title("Peak bytes of prefill and decoding, without weights")
     for axes in (upper, lower):
-        _in_bytes(axes.yaxis)
-        axes.set_ylim(bottom=0)
+        low, high = axes.dataLim.intervaly
+        if not _in_bytes(axes.yaxis, low, high):
+            axes.set_ylim(bottom=0)
     lower.set_xlabel("tokens of prompt")
     _legend(figure, looks, drawn)
     return figure
@@ -216,8 +220,11 @@ def _front(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None:
     axes.yaxis.set_minor_locator(NullLocator())
     ticks = [tick for tick in axes.get_yticks() if tick > lowest * 1.5 and tick < axes.get_ylim()[1]]
     axes.set_yticks([lowest, *ticks], ["exact", *(f"{tick:g}" for tick in ticks)])
-    axes.set_xlim(0, max(x for x, _ in at.values()) * 1.12)
-    _in_bytes(axes.xaxis)
+    least, most = min(x for x, _ in at.values()), max(x for x, _ in at.values())
+    if _in_bytes(axes.xaxis, least, most):
+        axes.set_xlim(least / 1.6, most * 1.6)
+    else:
+        axes.set_xlim(0, most * 1.12)
     axes.set_xlabel(f"bytes that keep {context.held:,} tokens")
     axes.set_ylabel("mean KL from the dense cache, nats")
     axes.set_title(f"Quality against bytes, {context.tokens:,} tokens of prompt")
@@ -227,7 +234,9 @@ def _front(bench: Bench, looks: dict[tuple[Side, str], Look]) -> Figure | None:
         handle.set_linestyle("none")
     figure.legend(handles=[*handles, grey], loc="outside lower left", ncols=3)
     chosen = {each.key for each in best_choices(context)}
-    _place_names(figure, axes, [Named(at[each.key], each, each.key in chosen, looks[each.key]) for each in points])
+    _place_names(
+        figure, axes, [Named(at[each.key], each, each.key in chosen, looks[each.key]) for each in points], front
+    )
     return figure
 
 
@@ -284,8 +293,16 @@ def _label(key: tuple[Side, str]) -> str:
     return key[1] if key[0] == "kvrack" else f"transformers {key[1]}"
 
 
-def _in_bytes(axis: Any) -> None:
+def _in_bytes(axis: Any, low: float, high: float) -> bool:
+    """Label an axis with bytes; make it logarithmic, and return True, where its ends are far apart: room for many
+    tokens to come would press everything else flat."""
+    wide = 0 < low * WIDE < high
+    if wide:
+        (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 500 else (1,)))
+        axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: _short_size(value)))
+    return wide
 
 
 def _short_size(value: float) -> str:
@@ -321,8 +338,9 @@ def _legend(
     )  # fmt: skip
 
 
-def _place_names(figure: Figure, axes: Axes, points: list[Named]) -> None:
-    """Write each name beside its point, where it covers no point and no other name; those of one place together."""
+def _place_names(figure: Figure, axes: Axes, points: list[Named], line: list[tuple[float, float]]) -> None:
+    """Write each name beside its point, where it covers no point, no other name and little of the line; those of one
+    place together."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
@@ -336,6 +354,8 @@ def _place_names(figure: Figure, axes: Axes, points: list[Named]) -> None:
                 break
         else:
             places.append((dot, [point]))
+    corners = [axes.transData.transform(point) for point in line]
+    along = [start + (end - start) * i / 20 for start, end in itertools.pairwise(corners) for i in range(21)]
     taken: list[Any] = []
     for _, group in sorted(places, key=lambda each: -each[0][0]):
         candidates = []
@@ -350,11 +370,12 @@ def _place_names(figure: Figure, axes: Axes, points: list[Named]) -> None:
             box = text.get_window_extent(renderer)
             faults = (abs(dx) + abs(dy)) * 0.1 + sum(_overlap(box, other) for other in taken)
             faults += 200.0 * sum(
-                box.x0 - 6 * pixels < dot[0] < box.x1 + 6 * pixels
-                and box.y0 - 5 * pixels < dot[1] < box.y1 + 5 * pixels
+                box.x0 - 7 * pixels < dot[0] < box.x1 + 7 * pixels
+                and box.y0 - 7 * pixels < dot[1] < box.y1 + 7 * pixels
                 for dot, others in places
                 if others is not group
             )
+            faults += 5.0 * sum(box.x0 < x < box.x1 and box.y0 < y < box.y1 for x, y in along)
             faults += 1e4 * (box.x0 < frame.x0 or box.x1 > figure.bbox.x1 or box.y1 > frame.y1 or box.y0 < frame.y0)
             candidates.append((faults, text, box))
         best = min(candidates, key=lambda each: each[0])
