@@ -8,7 +8,7 @@ were given, and older ones decoded into memory that is used again at every step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -27,8 +27,27 @@ SINKS = "sinks"
 FEW = 8
 """Tokens come a few at a time where an update brings fewer than a codec's `flush_tokens` by this factor."""
 
+PIECE = 2**20
+"""Numbers that are decoded at a time, which bounds the memory that takes besides the result's."""
+
 OWN_NAMES = (TAIL, SINKS)
 """What an EncodedBuffer names itself in `storage()`, so that a codec may not."""
+
+
+def pieces(rows: int, numbers: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the number of rows of each piece, in order, that a codec decodes at a time.
+
+    Args:
+        rows: to cut, of equal size.
+        numbers: all rows together; a piece has at most `PIECE` of them, and at least one row.
+    """
+    if torch.compiler.is_compiling() or numbers <= PIECE:
+        # A graph isn't made anew for another number of pieces.
+        yield 0, rows
+        return
+    step = max(1, PIECE * rows // numbers)
+    for first in range(0, rows, step):
+        yield first, min(step, rows - first)
 
 
 class CodecConfig(LayoutConfig):
@@ -424,7 +443,7 @@ class EncodedBuffer:
         )
         self._decode_into(out)
         out.narrow(TOKENS, past, new).copy_(states)
-        return out.narrow(TOKENS, self._skip, past + new - self._skip)
+        return out.narrow(TOKENS, self._skip, past + new - self._skip) if self._skip else out
 
     def _most_shown(self, past: int, new: int, keep: int | None) -> int | None:
         """Return how many tokens updates like this one will ever decode and add, None when unknown."""
@@ -457,7 +476,8 @@ class EncodedBuffer:
         for name, codes in self._codes.items():
             view = codes.view()
             assert view is not None
-            encoded[name] = view.narrow(TOKENS, first * self._rows[name], blocks * self._rows[name])
+            rows = self._rows[name]
+            encoded[name] = view if blocks == self._blocks else view.narrow(TOKENS, first * rows, blocks * rows)
         with torch.no_grad():
             self.codec.decode(encoded, out)
 

@@ -16,14 +16,11 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from kvrack.codec import Codec, CodecConfig, Role
+from kvrack.codec import Codec, CodecConfig, Role, pieces
 
 LOW_BITS = 2
 SINKS_OF_LOW_BITS = 32
 TOGETHER = 64
-
-PIECE = 2**20
-"""Numbers that are decoded at a time, which bounds the memory that takes besides the result's."""
 
 EIGHT_ONES = 0x0101_0101_0101_0101
 """A 1 in each byte of an int64."""
@@ -148,17 +145,13 @@ class GroupedCodec(Codec):
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
         named = [self._split(encoded[name], out) for name in ("codes", "scale", "offset")]
-        rows = named[0].shape[2]
-        # A graph isn't made anew for another number of pieces.
-        step = rows if torch.compiler.is_compiling() else max(1, PIECE * rows // out.numel())
-        if step >= rows:
-            self._decode_piece(*named, out)
-            return
-        tokens = self.block_tokens
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            piece = (tensor.narrow(2, first, count) for tensor in named)
-            self._decode_piece(*piece, out.narrow(2, first * tokens, count * tokens))
+        rows, tokens = named[0].shape[2], self.block_tokens
+        for first, count in pieces(rows, out.numel()):
+            if count == rows:
+                self._decode_piece(named[0], named[1], named[2], out)
+                return
+            packed, scale, offset = (tensor.narrow(2, first, count) for tensor in named)
+            self._decode_piece(packed, scale, offset, out.narrow(2, first * tokens, count * tokens))
 
     def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
         """Write the tokens of `out`, given what is theirs as `_split` cuts it."""
@@ -184,18 +177,21 @@ class GroupedCodec(Codec):
         shifts = self.packing.shifts
         if len(shifts) == 1:
             return packed
-        words = packed.shape[self._axis]
+        mask = 2**self.packing.bits - 1
+        if torch.compiler.is_compiling():
+            return torch.cat([(packed >> shift) & mask for shift in shifts], dim=self._axis)
         shape = list(packed.shape)
-        shape[self._axis] = len(shifts) * words
-        codes = self.memory("codes", shape, packed.dtype, packed.device)
-        mask, wide = 2**self.packing.bits - 1, codes
-        if _is_eight_wide(packed) and not torch.compiler.is_compiling():
+        shape[self._axis] *= len(shifts)
+        codes = wide = self.memory("codes", shape, packed.dtype, packed.device)
+        if _is_eight_wide(packed):
             # Eight at a time, as a CPU has no shift of bytes. What a shift moves into a byte, the mask takes away.
             packed, wide, mask = packed.view(torch.int64), codes.view(torch.int64), mask * EIGHT_ONES
-            words = packed.shape[self._axis]
-        for part, shift in enumerate(shifts):
-            wide.narrow(self._axis, part * words, words).copy_(packed if shift == 0 else packed >> shift)
-        wide.bitwise_and_(mask)
+        for part, shift in zip(wide.chunk(len(shifts), dim=self._axis), shifts, strict=True):
+            if shift == 0:
+                torch.bitwise_and(packed, mask, out=part)
+            else:
+                torch.bitwise_right_shift(packed, shift, out=part)
+                part.bitwise_and_(mask)
         return codes
 
     def _members(self, states: torch.Tensor) -> int:
@@ -219,10 +215,11 @@ class GroupedCodec(Codec):
 
     def _split(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return what belongs to `out`, codes, scales or itself, as a view cut like `_grouped`."""
+        batch, heads, rows, columns = tensor.shape
         if self.per_channel:
-            return torch.unflatten(tensor, 2, (out.shape[2] // self.block_tokens, -1))
+            return tensor.view(batch, heads, out.shape[2] // self.block_tokens, -1, columns)
         channels, members = out.shape[3], self._members(out)
-        return torch.unflatten(tensor, 3, (-(-channels // members), -1))
+        return tensor.view(batch, heads, rows, -(-channels // members), -1)
 
 
 def _round_up(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

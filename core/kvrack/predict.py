@@ -172,14 +172,18 @@ class _Use:
         cpu = torch.device("cpu")
         if tokens <= second:
             return [_on_device(row, row.nbytes) for row in self.held(tokens, cpu)]
-        below, above = self.held(first, cpu), self.held(second, cpu)
-        more = {(row.layer, row.role, row.device): row.nbytes for row in above}
+        below, above = _added(self.held(first, cpu)), _added(self.held(second, cpu))
         steps = (tokens - first) // PERIOD
-        rows = []
-        for row in below:
-            each = more[row.layer, row.role, row.device] - row.nbytes
-            rows.append(_on_device(row, row.nbytes + steps * each))
-        return rows
+        return [_on_device(row, row.nbytes + steps * (above[key].nbytes - row.nbytes)) for key, row in below.items()]
+
+
+def _added(rows: list[MemoryRow]) -> dict[tuple[int, str, str], MemoryRow]:
+    """Return rows by layer, role and device, as which there are several of scratch, added up."""
+    found: dict[tuple[int, str, str], MemoryRow] = {}
+    for row in rows:
+        key = (row.layer, row.role, row.device)
+        found[key] = replace(row, nbytes=row.nbytes + (found[key].nbytes if key in found else 0))
+    return found
 
 
 def _has_shape(spec: LayerSpec) -> bool:

@@ -9,8 +9,14 @@ import torch
 
 from kvrack.placement import DEVICE
 
+Place = tuple[str, torch.dtype, torch.device]
+
 WORK = "work."
 """How the slots begin that codecs work in."""
+
+
+MOST_VIEWS = 4
+"""Views of one piece that are kept: those of keys and of values, and as many of an odd layer."""
 
 
 class Scratch:
@@ -21,7 +27,9 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._memory: dict[Place, torch.Tensor] = {}
+        # To cut a view costs as much as to decode a few hundred tokens, and layers ask for the same ones.
+        self._views: dict[Place, dict[tuple[int, ...], torch.Tensor]] = {}
         self._owned = 0
 
     def own_slot(self, name: str) -> str:
@@ -46,22 +54,28 @@ class Scratch:
             device: where it is.
             most: elements that will ever be asked for, None when unknown: room for later ones isn't made beyond it.
         """
-        count = math.prod(shape)
         key = (slot, dtype, device)
+        views = self._views.get(key, {})
+        if shape in views:
+            return views[shape]
+        count = math.prod(shape)
         memory = self._memory.get(key)
         if memory is None or memory.shape[0] < count:
             # The old piece goes first: both at once would double the peak.
+            views.clear()
             self._memory.pop(key, None)
             roomy = count + count // 4
             capacity = roomy if most is None else max(count, min(roomy, most))
             memory = self._memory[key] = DEVICE.allocate((capacity,), dtype, device)
-        return memory[:count].view(shape)
+        view = memory[:count].view(shape)
+        self._views[key] = {**dict(list(views.items())[1 - MOST_VIEWS :]), shape: view}
+        return view
 
     def release(self, slot: str) -> None:
         """Give the memory of a slot back, and all that codecs work in, which holds nothing between calls."""
-        self._memory = {
-            key: memory for key, memory in self._memory.items() if key[0] != slot and not key[0].startswith(WORK)
-        }
+        kept = [key for key in self._memory if key[0] != slot and not key[0].startswith(WORK)]
+        self._memory = {key: self._memory[key] for key in kept}
+        self._views = {key: self._views[key] for key in kept}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the memory held, by slot, dtype and device in one name."""

@@ -51,20 +51,20 @@ class Reference:
             cache.update(keys, values, index)
         return cache
 
-    def divergence(self, cache: Cache) -> float:
-        """Return the mean of KL(dense || cache) over the steps, in nats."""
+    def divergence(self, cache: Cache, at_once: int = 1) -> float:
+        """Return the mean of KL(dense || cache) over the steps, in nats, `at_once` tokens a step of the cache's."""
         exact = self.logits.log_softmax(-1)
-        seen = answers(self.model, self.filled(cache), self.following).log_softmax(-1)
+        seen = answers(self.model, self.filled(cache), self.following, at_once).log_softmax(-1)
         return float((exact.exp() * (exact - seen)).sum(-1).mean())
 
 
 @torch.no_grad()
-def answers(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits ``[tokens, vocabulary]`` after each of the tokens, given one at a time."""
+def answers(model: PreTrainedModel, cache: Cache, tokens: torch.Tensor, at_once: int = 1) -> torch.Tensor:
+    """Return the logits ``[tokens, vocabulary]`` after each of the tokens, given `at_once` at a time."""
     steps = [
-        model(token, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0, -1].float() for token in tokens.split(1, 1)
+        model(few, use_cache=True, **{CACHE_ARGUMENT: cache}).logits[0].float() for few in tokens.split(at_once, 1)
     ]
-    return torch.stack(steps)
+    return torch.cat(steps)
 
 
 @torch.no_grad()

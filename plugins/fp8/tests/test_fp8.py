@@ -32,11 +32,25 @@ def test_what_comes_ten_times_larger_is_not_clipped():
 
 
 def test_zeros_and_tiny_numbers_come_back_finite():
-    zeros = torch.zeros(1, 1, 3, 16)
-    tiny = torch.full((1, 1, 3, 16), 1e-42)
+    zeros = torch.zeros(1, 1, 33, 16)
+    tiny = torch.full((1, 1, 33, 16), 1e-42)
     held = held_after([zeros, tiny])
-    assert torch.equal(held[:, :, :3], zeros)
+    assert torch.equal(held[:, :, :33], zeros)
     assert held.isfinite().all()
+
+
+def test_tokens_that_come_singly_wait_exact_and_are_encoded_once_by_the_dozen():
+    cache = kvrack.create_cache("fp8", SPEC)
+    states = torch.randn(1, 2, 80, 16, generator=torch.Generator().manual_seed(2))
+    seen = []
+    for token in range(80):
+        cache.update(states[:, :, token : token + 1], states[:, :, token : token + 1], 0)
+        seen.append(cache.layers[0].keys.clone())
+    for token, keys in enumerate(seen):
+        exact = (token + 1) % 32
+        assert torch.equal(keys[:, :, token + 1 - exact :], states[:, :, token + 1 - exact : token + 1])
+        assert torch.equal(keys[:, :, : token + 1 - exact], seen[-1][:, :, : token + 1 - exact])
+    assert not torch.equal(seen[-1][:, :, :64], states[:, :, :64])
 
 
 def test_bytes_are_about_half_of_bfloat16():

@@ -109,7 +109,7 @@ def test_a_cache_is_copied_detached_also_from_states_with_grad() -> None:
 def test_a_line_in_the_log_says_that_plain_torch_serves(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         reload(kvrack_quanto.codec)
-    lines = [record.message for record in caplog.records if record.name == "kvrack_quanto.codec"]
+    lines = [record.message for record in caplog.records if record.name == "kvrack.quanto"]
     assert len(lines) == 1
     assert "C++ extension" in lines[0]
 

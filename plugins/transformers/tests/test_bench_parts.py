@@ -120,9 +120,11 @@ def test_nothing_is_timed_while_memory_is_watched(llama: transformers.PreTrained
     watched: list[tuple[int, bool]] = []
 
     class Spy(transformers.DynamicCache):
-        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any) -> Any:
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
             watched.append((key_states.shape[2], isinstance(_get_current_dispatch_mode(), PeakBytes)))
-            return super().update(key_states, value_states, layer_idx, *args)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     entry = Entry("dynamic", "transformers", "Spy()", lambda model, _: Spy(config=model.config))
     run = ContextRun(llama, torch.ones(1, 15, dtype=torch.long), [entry], Plan(8, 2, 2), 0, lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvrack import Codec
+from kvrack.codec import pieces
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """448, the largest number of float8_e4m3fn (Micikevicius et al. 2022, "FP8 Formats for Deep Learning")."""
@@ -27,6 +28,7 @@ class Fp8Codec(Codec):
     """
 
     block_tokens = 1
+    flush_tokens = 32
     relative_error = COARSEST_STEP / 2 / LARGEST
 
     def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,11 +40,19 @@ class Fp8Codec(Codec):
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
         codes, scale = encoded["codes"], encoded["scale"]
-        if out.device.type != "cpu" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or out.device.type not in ("cpu", "meta"):
             out.copy_(codes.view(torch.float8_e4m3fn))
             out.mul_(scale)
             return
-        # Seven times faster than torch on CPUs: shifted, the bits are those of a float16 256 times smaller.
+        for first, count in pieces(out.shape[2], out.numel()):
+            if count == out.shape[2]:
+                self._decode_piece(codes, scale, out)
+                return
+            self._decode_piece(*(tensor.narrow(2, first, count) for tensor in (codes, scale, out)))
+
+    def _decode_piece(self, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode seven times faster than torch does on CPUs: shifted, the bits are those of a float16 256 times
+        smaller."""
         bits = self.memory("bits", codes.shape, torch.int16, codes.device).copy_(codes.view(torch.int8))
         if bits.shape[-1] % 4 == 0:
             # Four at a time; what a shift moves to the next one, the mask takes away.

@@ -57,7 +57,7 @@ def grouped_attention_forward(
     kv_heads = key.shape[1]
     matters = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux"))
     if tokens > 1 or heads == kv_heads or matters or kwargs.get("output_attentions"):
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if attention_mask is not None and attention_mask.shape[1] == heads:

@@ -44,6 +44,8 @@ GGUF_LIBRARIES = ("gguf", "accelerate", "platformdirs")
 WORKING = ".converting-"
 DAY = 24 * 60 * 60
 
+NOT_FOUND_OFFLINE = "no such file or folder, no copy of it in the hub's cache, and the hub can't be reached"
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Activity = Callable[[str], AbstractContextManager[None]]
@@ -133,14 +135,14 @@ def load_model(source: ModelSource, device: torch.device | str, activity: Activi
         place, remedy = str(folder), f". To convert it anew, delete {folder}"
     with activity(f"Loading {source.name}"), quiet():
         if source.kind == "hub":
-            offline = not _hub_answers(source.name)
+            offline = not hub_answers(source.name)
         try:
             return _load(place, device, offline)
         except Exception as error:
             # Loaders of many kinds raise as many kinds of errors; the cause is kept.
             reason = f"cannot be loaded: {_first_line(error)}{remedy}"
             if source.kind == "hub" and offline:
-                reason = "no such file or folder, no copy of it in the hub's cache, and the hub can't be reached"
+                reason = NOT_FOUND_OFFLINE
             raise ModelError(source.name, reason) from error
 
 
@@ -154,7 +156,7 @@ def _load(place: str, device: torch.device | str, offline: bool) -> LoadedModel:
     return LoadedModel(model.to(device).eval(), tokenizer)
 
 
-def _hub_answers(name: str) -> bool:
+def hub_answers(name: str) -> bool:
     """Return whether the hub can be reached. Raises ModelError where it answers that it has no such model.
 
     One plain question first: transformers' own asks again and again for half a minute.

@@ -83,9 +83,7 @@ class Measurement(_Part):
     peak_bytes: int | None = Field(
         default=None, description="most bytes of tensors alive at once that prefill or decode allocated; no weights"
     )
-    peak_decode_bytes: int | None = Field(
-        default=None, description="the same over the decode steps of the first repeat"
-    )
+    peak_decode_bytes: int | None = Field(default=None, description="the same over the decode steps that warm up")
     perplexity: float | None = Field(default=None, description="of the text's tokens, teacher-forced")
     kl: float | None = Field(
         default=None, description="mean KL divergence of the next token from the dense cache's, nats"
