@@ -34,8 +34,14 @@ def read_text(file: Path | None) -> tuple[str, str]:
 
 
 def python_reference() -> str:
-    """Return the prose of the manual that comes with every Python: no ruled lines, no grammar, no code."""
-    from pydoc_data.topics import topics
+    """Return the prose of the manual that comes with Python: no ruled lines, no grammar, no code.
+
+    Raises KvrackError where a system's Python was packaged without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise KvrackError("this Python comes without its reference (pydoc_data), so bench needs a --text") from error
 
     paragraphs = (
         paragraph for name in sorted(topics) for paragraph in re.split(r"\n\s*\n", topics[name]) if _is_prose(paragraph)
