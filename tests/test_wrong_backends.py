@@ -58,6 +58,8 @@ WRONG = {
     "wrong-casts-dtype": "L4",
     "wrong-returns-float": "L2",
     "wrong-refuses-in-silence": "B5",
+    "wrong-heads-of-its-spec": "L37",
+    "wrong-indices-stay-behind": "C10",
     "wrong-refuses-without-name": "B5",
     "wrong-changes-its-promise": "B3",
     "wrong-scratch-is-shared": "L11",

@@ -25,7 +25,7 @@ from kvrack.errors import (
 )
 from kvrack.events import CacheEvent, Listening, listen
 from kvrack.hookspecs import hookimpl
-from kvrack.model import LayerSpec, ModelSpec, StateShape
+from kvrack.model import LayerSpec, ModelSpec, Shard, StateShape
 from kvrack.registry import BackendInfo, Resolved, backends, resolve
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ __all__ = [
     "Prediction",
     "Resolved",
     "ShapeMismatch",
+    "Shard",
     "SnapshotError",
     "StateLayer",
     "StateShape",

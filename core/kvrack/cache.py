@@ -359,7 +359,8 @@ class Cache:
         token_ids: Sequence[int] | None = None,
         notes: Mapping[str, str] | None = None,
     ) -> None:
-        """Write the cache to one safetensors file, which `kvrack.load` reads; see `kvrack.snapshot.save`."""
+        """Write the cache to one safetensors file, which `kvrack.load` reads; each rank its own. See
+        `kvrack.snapshot.save`."""
         from kvrack.snapshot import save
 
         save(self, path, fingerprint, token_ids, notes)

@@ -137,7 +137,7 @@ class ShapeMismatch(KvrackError, ValueError):
     """States do not fit what the layer's first update decided. Nothing was written."""
 
 
-SnapshotFault = Literal["foreign", "newer", "other model", "truncated", "corrupted"]
+SnapshotFault = Literal["foreign", "newer", "other model", "other shard", "truncated", "corrupted"]
 
 
 class SnapshotError(KvrackError, ValueError):
@@ -145,7 +145,8 @@ class SnapshotError(KvrackError, ValueError):
 
     Attributes:
         fault: "foreign" for a file that kvrack didn't save, "newer" for a later format, "other
-            model" for another fingerprint, "truncated" or "corrupted" for one that was damaged.
+            model" for another fingerprint, "other shard" for another rank's part of the heads or
+            another number of ranks, "truncated" or "corrupted" for one that was damaged.
     """
 
     def __init__(self, text: str, fault: SnapshotFault) -> None:

@@ -94,8 +94,28 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """Which part of a model's heads a process holds, where several processes (ranks) hold a part each.
+
+    Attributes:
+        rank: which of the parts, from 0.
+        count: how many parts there are, 2 or more.
+    """
+
+    rank: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 2 or not 0 <= self.rank < self.count:
+            raise ValueError(f"Shard: expected a rank from 0 of 2 or more, got rank {self.rank} of {self.count}")
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.count}"
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """What a whole model must remember.
+    """What a whole model must remember, or one rank's part of it.
 
     Attributes:
         layers: one spec per layer, in order.
@@ -105,6 +125,8 @@ class ModelSpec:
             `LayerSpec.cross_attention`, whether given so or not.
         max_length: longest sequence the model was made for, None when unknown.
         name: the model's own name, for messages; it never decides anything.
+        shard: which part of the heads this is, where the model is split over ranks (tensor parallelism):
+            then the specs' `kv_heads` are this rank's. None for the whole model.
     """
 
     layers: tuple[LayerSpec, ...] = ()
@@ -112,6 +134,7 @@ class ModelSpec:
     cross_layers: tuple[LayerSpec, ...] = ()
     max_length: int | None = None
     name: str = ""
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if not self.layers and self.further is None:
@@ -143,6 +166,8 @@ class ModelSpec:
         fields["cross_layers"] = tuple(_layer(layer) for layer in fields.get("cross_layers", ()))
         further = fields.get("further")
         fields["further"] = _layer(further) if further is not None else None
+        shard = fields.get("shard")
+        fields["shard"] = Shard(**shard) if shard is not None else None
         return cls(**fields)
 
 

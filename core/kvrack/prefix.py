@@ -23,13 +23,17 @@ from kvrack.cache import Cache
 from kvrack.errors import KvrackError, SnapshotError, UnsupportedOperation
 from kvrack.layer import AttentionLayer, allocations
 from kvrack.recipe import Recipe
-from kvrack.snapshot import Description, describe, load
+from kvrack.shards import part_path
+from kvrack.snapshot import Description, Devices, describe, restored
 from kvrack.trie import Trie
 
 logger = logging.getLogger("kvrack.prefix")
 
 SUFFIX = ".kvrack.safetensors"
 """How the files in a store's folder end."""
+
+FILES = "*.kvrack*.safetensors"
+"""Which files in a folder are a store's: those of one rank's part name the rank before the last suffix."""
 
 ON_DISK = "disk"
 """How events call the folder."""
@@ -92,7 +96,7 @@ class PrefixStore:
             file that can't be read is skipped, and logged (``kvrack.prefix``).
         fingerprint: what the caches belong to, a model and a tokenizer. Files of another are passed
             over. The store can't tell models of the same shape apart by itself.
-        device: where caches that are read from the folder go.
+        device: where caches that are read from the folder go; one device, or one for each layer.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class PrefixStore:
         max_bytes: int,
         folder: str | Path | None = None,
         fingerprint: str | None = None,
-        device: torch.device | str = "cpu",
+        device: Devices = "cpu",
     ) -> None:
         if max_bytes < 0:
             raise ValueError(f"PrefixStore.max_bytes: expected 0 or more, got {max_bytes}")
@@ -143,7 +147,7 @@ class PrefixStore:
             forked = cache.fork(tokens=len(tokens))
         entry = _Entry(tokens, _kind(cache.recipe()), cache.name, forked)
         if self.folder is not None:
-            entry.path = self.folder / self._file_name(entry)
+            entry.path = part_path(self.folder / self._file_name(entry), cache.model_spec.shard)
             forked.save(entry.path, self.fingerprint, tokens)
             entry.file_bytes = entry.path.stat().st_size
             if events.listeners:
@@ -250,7 +254,7 @@ class PrefixStore:
         if entry.cache is None:
             assert entry.path is not None
             try:
-                entry.cache = load(entry.path, self.device, self.fingerprint)
+                entry.cache = restored(entry.path, describe(entry.path), self.device, self.fingerprint)
             except (KvrackError, OSError) as error:
                 raise _UnreadableError(entry, error) from error
         return entry.cache
@@ -303,7 +307,7 @@ class PrefixStore:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() + SUFFIX
 
     def _find_files(self, folder: Path) -> None:
-        for path in sorted(folder.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns):
+        for path in sorted(folder.glob(FILES), key=lambda each: each.stat().st_mtime_ns):
             try:
                 found = describe(path)
             except (SnapshotError, OSError) as error:

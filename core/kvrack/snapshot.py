@@ -25,11 +25,16 @@ from safetensors.torch import save_file
 
 from kvrack.cache import Cache
 from kvrack.errors import KvrackError, SnapshotError, UnknownBackend
+from kvrack.model import ModelSpec, Shard
 from kvrack.recipe import Recipe
 from kvrack.registry import distribution_of, installed
+from kvrack.shards import check_shard, find_part, part_path
 
 FORMAT_VERSION = 1
 DOCUMENT, CHECKSUM = "kvrack", "kvrack.checksum"
+Devices = torch.device | str | Sequence[torch.device | str]
+"""One device for a whole cache, or one for each of its layers."""
+
 MOST_HEADER = 100_000_000
 """Bytes of the longest header that safetensors allows."""
 
@@ -90,6 +95,9 @@ def save(
 ) -> None:
     """Write `cache` to `path`. The file appears whole or not at all; an older one is replaced.
 
+    Where the model is split over ranks, each calls this with the same path and writes its part to a
+    file of its own: ``prefix.rank0of2.kv`` for ``prefix.kv``.
+
     Args:
         cache: what to write; of layers held elsewhere, a copy is brought here.
         path: the file, in a folder that exists.
@@ -99,7 +107,7 @@ def save(
 
     Raises FileNotFoundError for a folder that isn't there, OSError where it can't be written.
     """
-    target = Path(path)
+    target = part_path(path, cache.model_spec.shard)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"no folder at {target.parent} to save {target.name} in. Create it first")
     tensors = {
@@ -134,22 +142,35 @@ def save(
     _flush(target.parent)
 
 
-def load(path: str | Path, device: torch.device | str = "cpu", fingerprint: str | None = None) -> Cache:
+def load(
+    path: str | Path,
+    device: Devices = "cpu",
+    fingerprint: str | None = None,
+    shard: Shard | None = None,
+) -> Cache:
     """Return the cache that `save` wrote, its tensors on `device`.
 
     The file is mapped into memory, so that each byte is read once, into the layers' own memory; it
     may be deleted or replaced afterwards.
 
     Args:
-        path: the file.
-        device: where the cache's memory shall be.
+        path: the file; of a cache that ranks saved, the path that was given to each of them.
+        device: where the cache's memory shall be; one device, or one for each layer.
         fingerprint: what the cache must belong to; None to take any.
+        shard: which part of the heads the model here has; None where it isn't split over ranks.
 
-    Raises FileNotFoundError; SnapshotError, whose text and `fault` say what is wrong with the file;
-    UnknownBackend, with what to install, and whatever else `kvrack.resolve` raises.
+    Raises FileNotFoundError; SnapshotError, whose text and `fault` say what is wrong with the file,
+    or that another number of ranks saved it; UnknownBackend, with what to install, and whatever else
+    `kvrack.resolve` raises.
     """
-    source = Path(path)
+    source = find_part(path, shard)
     description = describe(source)
+    check_shard(source, _spec(source, description).shard, shard)
+    return restored(source, description, device, fingerprint)
+
+
+def restored(source: Path, description: Description, device: Devices = "cpu", fingerprint: str | None = None) -> Cache:
+    """Return the cache in this very file, which `description` is of, whichever rank's it is; else as `load`."""
     if fingerprint is not None and description.fingerprint != fingerprint:
         was = "doesn't say for which" if description.fingerprint is None else f"is for {description.fingerprint!r}"
         raise SnapshotError(
@@ -158,19 +179,27 @@ def load(path: str | Path, device: torch.device | str = "cpu", fingerprint: str 
         )
     cache = _built(source, description)
     cache.grow_to(len(description.layers))
+    devices = _for_each_layer(device, len(description.layers))
     try:
         with safe_open(source, framework="pt") as file:
             if set(file.keys()) != set(description.tensors):
                 raise _corrupted(source, "its tensors are not those that it describes")
-            _restore(source, cache, description, file, torch.device(device))
+            _restore(source, cache, description, file, devices)
     except SafetensorError as error:
         raise _corrupted(source, str(error)) from None
     return cache
 
 
-def describe(path: str | Path) -> Description:
-    """Return what a saved file says of itself, without its tensors. Raises FileNotFoundError or SnapshotError."""
-    source = Path(path)
+def describe(path: str | Path, shard: Shard | None = None) -> Description:
+    """Return what a saved file says of itself, without its tensors.
+
+    Args:
+        path: the file, as of `load`.
+        shard: whose file it is, as of `load`.
+
+    Raises FileNotFoundError or SnapshotError.
+    """
+    source = find_part(path, shard)
     if not source.is_file():
         raise FileNotFoundError(f"no cache file at {source}")
     metadata = _header(source).get("__metadata__")
@@ -224,6 +253,13 @@ def _header(source: Path) -> dict[str, Any]:
     return header  # type: ignore[no-any-return]
 
 
+def _spec(source: Path, description: Description) -> ModelSpec:
+    try:
+        return description.recipe.spec()
+    except (LookupError, TypeError, ValueError) as error:
+        raise _corrupted(source, f"its description is damaged: {type(error).__name__}: {error}") from None
+
+
 def _built(source: Path, description: Description) -> Cache:
     """Return the empty cache that the file's recipe builds."""
     try:
@@ -238,7 +274,7 @@ def _built(source: Path, description: Description) -> Cache:
         raise _corrupted(source, f"its description is damaged: {type(error).__name__}: {error}") from None
 
 
-def _restore(source: Path, cache: Cache, description: Description, file: Any, device: torch.device) -> None:
+def _restore(source: Path, cache: Cache, description: Description, file: Any, devices: list[torch.device]) -> None:
     storages: list[dict[str, torch.Tensor]] = [{} for _ in description.layers]
     names: list[dict[str, str]] = [{} for _ in description.layers]
     for full_name in description.tensors:
@@ -248,7 +284,9 @@ def _restore(source: Path, cache: Cache, description: Description, file: Any, de
         names[int(index)][full_name] = name
     if len(cache.layers) != len(names):
         raise _corrupted(source, f"it describes {len(names)} layers, its model has {len(cache.layers)}")
-    for layer, named, storage, metadata in zip(cache.layers, names, storages, description.layers, strict=True):
+    for layer, named, storage, metadata, device in zip(
+        cache.layers, names, storages, description.layers, devices, strict=True
+    ):
         for full_name, name in named.items():
             tensor = file.get_tensor(full_name)
             if _stored(tensor) != description.tensors[full_name]:
@@ -265,6 +303,14 @@ def _restore(source: Path, cache: Cache, description: Description, file: Any, de
         if held != given:
             raise _corrupted(source, f"it does not fit what it describes: a layer has tensors {given}, not {held}")
         storage.clear()
+
+
+def _for_each_layer(device: Devices, layers: int) -> list[torch.device]:
+    if isinstance(device, torch.device | str):
+        return [torch.device(device)] * layers
+    if len(device) != layers:
+        raise ValueError(f"device: expected one, or one for each of {layers} layers, got {len(device)}")
+    return [torch.device(each) for each in device]
 
 
 def _stored(tensor: torch.Tensor) -> Stored:

@@ -58,6 +58,8 @@ for _name, _layer, _config in (
     ("casts-dtype", "wrong_layers:CastsDtype", PLAIN),
     ("returns-float", "wrong_layers:ReturnsFloat", PLAIN),
     ("refuses-in-silence", "wrong_layers:RefusesInSilence", PLAIN),
+    ("heads-of-its-spec", "wrong_layers:HeadsOfItsSpec", PLAIN),
+    ("indices-stay-behind", "wrong_layers:IndicesStayBehind", PLAIN),
     ("refuses-without-name", "wrong_layers:RefusesWithoutName", PLAIN),
     ("changes-its-promise", "wrong_layers:ChangesItsPromise", PLAIN),
     ("scratch-is-shared", "wrong_layers:ScratchIsShared", PLAIN),

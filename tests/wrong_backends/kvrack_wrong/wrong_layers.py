@@ -9,6 +9,7 @@ import torch
 from pydantic import ConfigDict
 
 from kvrack import BackendConfig, BuildContext, CacheLayer, Capabilities, LayerSpec, UnsupportedOperation, resolve
+from kvrack.errors import ShapeMismatch
 from kvrack_dynamic.layer import DynamicConfig, DynamicLayer
 from kvrack_wrong.good import PlainLayer, StaticLayer
 
@@ -242,6 +243,22 @@ class RefusesInSilence(PlainLayer):
 
     def offload(self) -> None:
         pass
+
+
+class HeadsOfItsSpec(PlainLayer):
+    """Fault: the spec's heads are taken for those that will arrive."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.spec.kv_heads not in (None, key_states.shape[1]):
+            raise ShapeMismatch(f"expected {self.spec.kv_heads} heads, got {key_states.shape[1]}")
+        return super().update(key_states, value_states)
+
+
+class IndicesStayBehind(PlainLayer):
+    """Fault: beam indices are used on whichever device they are."""
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._replace(lambda tensor: tensor.index_select(0, beam_idx))
 
 
 class RefusesWithoutName(PlainLayer):

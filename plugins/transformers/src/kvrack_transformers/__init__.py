@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvrack_transformers.cache import TransformersCache
     from kvrack_transformers.chat import Chat, Turn
-    from kvrack_transformers.creating import create_cache, wrap
+    from kvrack_transformers.creating import create_cache, load, wrap
+    from kvrack_transformers.dispatched import layer_devices
     from kvrack_transformers.enabling import disable, enable, is_enabled
     from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
     from kvrack_transformers.generating import generate
@@ -36,6 +37,8 @@ _LATE = {
     "enable": "kvrack_transformers.enabling",
     "generate": "kvrack_transformers.generating",
     "is_enabled": "kvrack_transformers.enabling",
+    "layer_devices": "kvrack_transformers.dispatched",
+    "load": "kvrack_transformers.creating",
     "model_spec": "kvrack_transformers.reading",
     "wrap": "kvrack_transformers.creating",
 }
@@ -59,6 +62,8 @@ __all__ = [
     "enable",
     "generate",
     "is_enabled",
+    "layer_devices",
+    "load",
     "model_spec",
     "wrap",
 ]

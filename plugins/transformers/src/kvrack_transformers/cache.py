@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache as HFCache
 import kvrack
 from kvrack.layer import CacheLayer, EmptyLayer, StateLayer
 from kvrack_transformers import versions
+from kvrack_transformers.gathering import Gathered, rebuilt
 from kvrack_transformers.layer_states import LayerStates
 from kvrack_transformers.owning import OwnsRack
 
@@ -21,12 +22,16 @@ class TransformersCache(OwnsRack, HFCache):  # type: ignore[misc]
     It derives from transformers' class because models and masks ask `isinstance`; none of that
     class's state is used. Everything is answered by the kvrack cache it owns.
 
+    Args:
+        rack: the kvrack cache; or what iterating over such a cache yields, joined row by row, from which
+            `torch.nn.DataParallel` rebuilds it; see `kvrack_transformers.gathering`.
+
     Attributes:
         rack: the kvrack cache.
     """
 
-    def __init__(self, rack: kvrack.Cache) -> None:
-        self.rack = rack
+    def __init__(self, rack: kvrack.Cache | Gathered) -> None:
+        self.rack = rack if isinstance(rack, kvrack.Cache) else rebuilt(rack)
 
     def __repr__(self) -> str:
         return f"Transformers{self.rack!r}"

@@ -14,7 +14,8 @@ import torch
 import kvrack
 from kvrack.errors import SnapshotError
 from kvrack.layer import AttentionLayer
-from kvrack_transformers.creating import AnyCache, create_cache, wrap
+from kvrack_transformers.creating import AnyCache, create_cache, load
+from kvrack_transformers.dispatched import input_device
 from kvrack_transformers.identity import fingerprint
 from kvrack_transformers.prefix import prefill
 from kvrack_transformers.reading import model_spec, room_for_answer
@@ -162,11 +163,11 @@ class Chat:
         Raises what `kvrack.load` raises, above all for a file of another model, and SnapshotError for
         a cache without a conversation. The present conversation is kept then.
         """
-        rack = kvrack.load(path, self.model.device, fingerprint(self.model, self.tokenizer))
-        found = kvrack.describe(path)
+        loaded = load(self.model, path, fingerprint(self.model, self.tokenizer))
+        found = kvrack.describe(path, loaded.rack.model_spec.shard)
         if MESSAGES not in found.notes or found.token_ids is None:
             raise SnapshotError(f"{path} is a cache without a conversation. Load it with kvrack.load", fault="foreign")
-        self._take(wrap(rack), found.token_ids)
+        self._take(loaded, found.token_ids)
         self.messages, self.turn = json.loads(found.notes[MESSAGES]), None
 
     # --- what the cache has seen ----------------------------------------------------------------
@@ -230,7 +231,7 @@ class Chat:
     def _generate(
         self, ids: list[int], room: int, streamer: BaseStreamer | None, settings: Mapping[str, Any]
     ) -> list[int]:
-        prompt = torch.tensor([ids], device=self.model.device)
+        prompt = torch.tensor([ids], device=input_device(self.model))
         own = {
             cache_argument(self.model): self._cache,
             "cache_implementation": None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvrack
 from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.dispatched import layer_devices
 from kvrack_transformers.encoder_decoder import TransformersEncoderDecoderCache
 from kvrack_transformers.reading import model_spec
+from kvrack_transformers.sharding import shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -29,6 +32,22 @@ def create_cache(
     Raises what `kvrack.create_cache` raises, and UnknownLayerType.
     """
     return wrap(kvrack.create_cache(name, model_spec(model), max_length, **config))
+
+
+def load(model: PreTrainedModel, path: str | Path, fingerprint: str | None = None) -> AnyCache:
+    """Return the cache that ``cache.save(path)`` wrote, for `model` to go on with.
+
+    Each layer's memory is where the model makes its keys. Where tensor parallelism split the model over
+    ranks, each calls this with the path that was saved to, and gets its own part.
+
+    Args:
+        model: the model.
+        path: the file, as it was given to `save`.
+        fingerprint: what the cache must belong to, as `fingerprint(model)` gives it; None to take any.
+
+    Raises what `kvrack.load` raises, above all SnapshotError where another number of ranks saved it.
+    """
+    return wrap(kvrack.load(path, layer_devices(model), fingerprint, shard_of(model)))
 
 
 def wrap(rack: kvrack.Cache) -> AnyCache:

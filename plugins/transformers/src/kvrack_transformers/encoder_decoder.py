@@ -10,6 +10,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 import kvrack
 from kvrack_transformers.cache import TransformersCache
+from kvrack_transformers.gathering import Gathered, rebuilt
 from kvrack_transformers.owning import OwnsRack
 
 if TYPE_CHECKING:
@@ -41,16 +42,19 @@ class TransformersEncoderDecoderCache(OwnsRack, EncoderDecoderCache):  # type: i
 
     It derives from transformers' class because models ask `isinstance`. What it holds is kvrack's.
 
+    Args:
+        rack: the kvrack cache, or what it is rebuilt from; see `TransformersCache`.
+
     Attributes:
         rack: the kvrack cache, the decoder's own layers and those of cross-attention together.
         self_attention_cache: the decoder's own layers.
         is_updated: for each layer whether the encoder's output is held; models set and read it.
     """
 
-    def __init__(self, rack: kvrack.Cache) -> None:
-        self.rack = rack
-        self._cross_attention_cache = CrossAttentionCache(rack.cross_attention)
-        super().__init__(TransformersCache(rack.self_attention), self._cross_attention_cache)
+    def __init__(self, rack: kvrack.Cache | Gathered) -> None:
+        self.rack = rack if isinstance(rack, kvrack.Cache) else rebuilt(rack)
+        self._cross_attention_cache = CrossAttentionCache(self.rack.cross_attention)
+        super().__init__(TransformersCache(self.rack.self_attention), self._cross_attention_cache)
 
     def __repr__(self) -> str:
         return f"TransformersEncoderDecoder{self.rack!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,16 @@ import torch
 
 import kvrack
 from kvrack_transformers.creating import AnyCache, create_cache, wrap
+from kvrack_transformers.dispatched import input_device
 from kvrack_transformers.enabling import note_cache
 from kvrack_transformers.reading import model_spec
+from kvrack_transformers.sharding import all_agree
 from kvrack_transformers.versions import cache_argument, given_caches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger("kvrack.transformers")
 
 DEFAULT_BACKEND = "dynamic"
 """The backend of caches for a prefix store where nothing names one."""
@@ -128,10 +133,14 @@ def _generate_from(
     has_states = any(layer.spec.states for layer in fresh.layers)
     common = prompt.common
     found, length = store.get(common, like=fresh, room=needed)
-    rack = found or fresh
     # Where prompts part that could not be branched, as past a window, the next one finds a cache of the right length;
     # for several sequences the beginning is computed once; and states are fed with care, which `prefill` does.
     stop = len(common) if prompt.sequences > 1 or has_states else store.shared_length(common, like=fresh)
+    if not all_agree(model, (length, stop)):
+        # Ranks compute each token together, and one of their stores may have lost a file.
+        logger.warning("the ranks' prefix stores differ: the prompt is computed from its first token in each")
+        found, length, stop = None, 0, len(common)
+    rack = found or fresh
     if stop > length:
         prefill(model, wrap(rack), common[length:stop])
         store.put(common[:stop], rack)
@@ -169,16 +178,17 @@ def prefill(model: PreTrainedModel, cache: AnyCache, token_ids: Sequence[int]) -
     taken = inspect.signature(model.forward).parameters
     has_states = any(layer.spec.states for layer in cache.rack.layers)
     remaining = list(token_ids)
+    device = input_device(model)
     while remaining:
         seen = cache.get_seq_length()
         count = 1 if has_states and seen else len(remaining)
-        ids = torch.tensor([remaining[:count]], device=model.device)
+        ids = torch.tensor([remaining[:count]], device=device)
         extra: dict[str, Any] = {
             # Logits of thousands of tokens would take more memory than the cache.
             "logits_to_keep": 1,
             # Some models count from 0 again where they aren't told.
-            "position_ids": torch.arange(seen, seen + count, device=model.device)[None],
-            "attention_mask": torch.ones((1, seen + count), dtype=torch.long, device=model.device),
+            "position_ids": torch.arange(seen, seen + count, device=device)[None],
+            "attention_mask": torch.ones((1, seen + count), dtype=torch.long, device=device),
         }
         known = {name: value for name, value in extra.items() if name in taken}
         with torch.no_grad():

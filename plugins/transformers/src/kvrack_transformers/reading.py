@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrack import KvrackError, LayerSpec, ModelSpec, StateShape
 from kvrack.model import AttentionKind
+from kvrack_transformers.sharding import per_rank, shard_of
 from kvrack_transformers.state_shapes import state_shape
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class UnknownLayerType(KvrackError, ValueError):
 
 
 def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec:
-    """Return what a model needs remembered, read from its config alone.
+    """Return what a model needs remembered, read from its config, and what of it this rank holds.
 
     Args:
         model_or_config: a model, or a config; of a composite one the text decoder's part is read.
+            Of a model that tensor parallelism split, the spec is of this rank's heads.
 
     Raises UnknownLayerType for a layer type that has no meaning in kvrack, ValueError for a config
     that contradicts itself.
@@ -70,11 +72,13 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     cross: tuple[LayerSpec, ...] = ()
     if getattr(config, "is_encoder_decoder", False):
         cross = tuple(_attention_spec("full", None, layer) for layer in per_layer)
+    shard = shard_of(model_or_config)
     return ModelSpec(
-        layers=layers,
-        cross_layers=cross,
+        layers=tuple(per_rank(layer, model_or_config, shard) for layer in layers),
+        cross_layers=tuple(per_rank(layer, model_or_config, shard) for layer in cross),
         max_length=getattr(decoder, "max_position_embeddings", None),
         name=name,
+        shard=shard,
     )
 
 

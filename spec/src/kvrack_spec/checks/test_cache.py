@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import kvrack
 from kvrack.layer import AttentionLayer
 from kvrack.model import LayerSpec
 from kvrack_spec.compare import Unchanged, expect_same, same_bits
+from kvrack_spec.devices import OneDeviceAtATime, another_device
 from kvrack_spec.expect import broken, expect, expect_equal
 from kvrack_spec.subject import KINDS, Shape, Subject, layer_spec
 
@@ -204,3 +207,48 @@ def test_listening_changes_nothing(subject: Subject) -> None:
         expect(
             event.nbytes >= 0 and (event.tokens is None or event.tokens >= 0), f"no negative number in {event}", event
         )
+
+
+@pytest.mark.rule("C10")
+def test_layers_live_where_their_keys_arrive(subject: Subject, kind: str) -> None:
+    devices = [torch.device(subject.device), another_device(subject.device)]
+    cache, alone = subject.cache(*[layer_spec(kind)] * 2), subject.layer(kind)
+    given = [subject.states(new, Shape(batch=2), seed=new) for new in (9, 1, 1)]
+    with OneDeviceAtATime():
+        for keys, values in given:
+            alone.update(keys, values)
+            for index, device in enumerate(devices):
+                try:
+                    returned = cache.update(keys.to(device), values.to(device), index)
+                except kvrack.KvrackError:
+                    raise
+                except (RuntimeError, NotImplementedError) as error:
+                    if device.type != "meta":
+                        raise
+                    pytest.skip(f"without an accelerator there is no second device, and meta doesn't do: {error}")
+                for what, states in zip(("keys", "values"), returned, strict=True):
+                    expect_equal(states.device.type, device.type, f"device of returned {what} of layer {index}")
+        indices = torch.tensor([1, 0, 1])
+        acts: tuple[Callable[[AttentionLayer | kvrack.Cache], None], ...] = (
+            lambda held: held.reorder_cache(indices[:2]),
+            lambda held: held.batch_repeat_interleave(2),
+            lambda held: held.batch_select_indices(indices),
+        )
+        for act in acts:
+            act(alone)
+            act(cache)
+            for index, (layer, device) in enumerate(zip(cache.layers, devices, strict=True)):
+                held = {name: (tensor.shape, tensor.device.type) for name, tensor in layer.storage().items()}
+                wanted = {name: (tensor.shape, device.type) for name, tensor in alone.storage().items()}
+                expect_equal(held, wanted, f"storage() of layer {index}, shapes and devices,")
+    first = cache.layers[0]
+    assert isinstance(first, AttentionLayer)
+    expect_same(first, alone, *subject.states(1, Shape(batch=3), seed=77))
+    if not any(layer.elsewhere() for layer in cache.layers):
+        for index, device in enumerate(devices):
+            places = {
+                torch.device(row.device).type
+                for row in cache.memory()
+                if row.layer == index and "scratch" not in row.role
+            }
+            expect_equal(places, {device.type}, f"devices of layer {index} in memory()")

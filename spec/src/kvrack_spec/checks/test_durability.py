@@ -171,6 +171,23 @@ def test_a_saved_cache_is_one_plain_file(subject: Subject, kind: str, tmp_path: 
     expect_equal(document["backend"], cache.backend.name, "backend in the file")
 
 
+@pytest.mark.rule("D4")
+def test_each_rank_has_a_file_of_its_own(subject: Subject, tmp_path: Path) -> None:
+    path, shards = tmp_path / "cache.safetensors", [kvrack.Shard(rank, 2) for rank in range(2)]
+    parts = [subject.cache(shard=shard) for shard in shards]
+    for seed, part in enumerate(parts):
+        part.update(*subject.states(9, Shape(heads=1), seed=seed), 0)
+        part.save(path)
+    wanted = ["cache.rank0of2.safetensors", "cache.rank1of2.safetensors"]
+    expect_equal(sorted(each.name for each in tmp_path.iterdir()), wanted, "files written by two ranks")
+    for shard, part in zip(shards, parts, strict=True):
+        loaded = kvrack.load(path, shard=shard)
+        expect_same(_layer(loaded), _layer(part), *subject.states(1, Shape(heads=1), seed=77))
+    for other in (None, kvrack.Shard(0, 4)):
+        with pytest.raises(kvrack.SnapshotError, match="was saved by 2 ranks"):
+            kvrack.load(path, shard=other)
+
+
 @pytest.mark.rule("D8")
 def test_a_damaged_file_is_never_another_cache(subject: Subject, tmp_path: Path) -> None:
     cache = _cache(subject, "full", (55, 30))

@@ -55,6 +55,20 @@ def _expect_all_tokens(subject: Subject, kind: str, shape: Shape, pattern: tuple
             expect_equal(count, given, "tokens that attention sees")
 
 
+@pytest.mark.rule("L37")
+@pytest.mark.parametrize("shape", [Shape(heads=1), Shape(heads=3, key_dim=64, value_dim=64)], ids=str)
+def test_a_layer_takes_the_heads_that_arrive(subject: Subject, kind: str, shape: Shape) -> None:
+    told = subject.layer(kind, kv_heads=8, key_head_dim=32, value_head_dim=32)
+    untold = subject.layer(kind)
+    for layer in (told, untold):
+        try:
+            subject.fill(layer, 9, 2, shape)
+        except kvrack.ShapeMismatch as error:
+            broken(f"{shape.heads} heads of {shape.key_dim} taken, whatever the layer's spec says", error)
+    expect_equal(told.nbytes, untold.nbytes, "bytes of a layer whose spec says other heads")
+    expect_same(told, untold, *subject.states(1, shape, seed=77))
+
+
 @pytest.mark.rule("L3")
 @pytest.mark.parametrize("pattern", SINGLES, ids=str)
 def test_every_token_comes_back_in_order(
