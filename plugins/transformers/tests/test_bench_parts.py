@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,17 @@ from kvrack_transformers.bench.table import render
 from kvrack_transformers.bench.text import python_reference
 
 CPU = torch.device("cpu")
+
+
+def test_the_command_is_there_before_torch_is() -> None:
+    code = """
+import sys
+import kvrack_transformers.bench.command
+print(*{"torch", "transformers", "matplotlib"} & {*sys.modules})
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == []
+
 
 # --- which caches --------------------------------------------------------------------------------
 

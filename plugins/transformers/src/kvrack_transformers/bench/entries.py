@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import kvrack
-from kvrack.companions import CROSS_ATTENTION, STATES
 from kvrack.config import parse_settings
 from kvrack.errors import InvalidConfig
 from kvrack_transformers.bench.results import Side
@@ -74,6 +73,8 @@ def parse_cache(text: str) -> Asked:
 
 def parse_caches(texts: tuple[str, ...]) -> tuple[list[Asked], dict[str, str]]:
     """Return the caches asked for, each once, and those of `all` that can't be used, with the reason."""
+    from kvrack.companions import CROSS_ATTENTION, STATES  # imports torch
+
     asked: dict[str, Asked] = {}
     left_out: dict[str, str] = {}
     for text in texts:
