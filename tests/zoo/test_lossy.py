@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import kvrack
 import kvrack_transformers as kt
-from kvrack.grouped import GroupedCodec
+from kvrack.codec import Codec, EncodedBuffer
 from kvrack_transformers import TransformersCache
 from kvrack_transformers.versions import CACHE_ARGUMENT
 
@@ -53,14 +53,14 @@ INSTALLED = [each for each in LOSSY if each.name in kvrack.backends()]
 
 @pytest.fixture(autouse=True)
 def _encode_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let grouped codecs not wait until dozens of tokens came."""
-    make = GroupedCodec.__init__
+    """Let codecs not wait until dozens of tokens came."""
+    make = EncodedBuffer.__init__
 
-    def patched(self: GroupedCodec, *args: Any) -> None:
-        make(self, *args)
-        self.flush_tokens = 1
+    def patched(self: EncodedBuffer, codec: Codec, *args: Any) -> None:
+        codec.flush_tokens = 1
+        make(self, codec, *args)
 
-    monkeypatch.setattr(GroupedCodec, "__init__", patched)
+    monkeypatch.setattr(EncodedBuffer, "__init__", patched)
 
 
 @pytest.fixture(params=INSTALLED, ids=str)
