@@ -20,6 +20,7 @@ from kvrack.errors import InvalidConfig, KvrackError, closest, listed
 from kvrack.registry import COMMAND_GROUP, backends, installed, load_command
 
 KNOWN_COMMANDS = {
+    "bench": "kvrack-transformers[bench]",
     "chat": "kvrack-transformers[cli]",
     "generate": "kvrack-transformers[cli]",
     "plan": "kvrack-transformers[cli]",

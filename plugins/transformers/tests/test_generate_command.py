@@ -19,7 +19,6 @@ from click.testing import CliRunner, Result
 
 import kvrack_transformers as kt
 from kvrack.commands import kvrack as group
-from kvrack.registry import refresh
 from kvrack_transformers import generate_command
 from kvrack_transformers.streaming import Streamer
 from kvrack_transformers.versions import CACHE_ARGUMENT
@@ -31,54 +30,11 @@ REPORT = re.compile(
     re.MULTILINE,
 )
 
-FAKE_BACKENDS = """
-import kvrack
-
-@kvrack.hookimpl
-def kvrack_backend(name):
-    if name == "moon":
-        raise RuntimeError("the moon is in the wrong phase")
-    return kvrack.Backend(name=name, summary="a fake", layer=f"fake_layers:{name}", config="fake_layers:Config")
-"""
-FAKE_LAYERS = """
-import kvrack
-
-class Config(kvrack.BackendConfig):
-    remember: bool = False
-
-class forgetful(kvrack.BufferedLayer):
-    capabilities = kvrack.Capabilities(grows=True, relative_error=1.0)
-
-    def update(self, key_states, value_states):
-        keys, values = super().update(key_states, value_states)
-        return keys, values * (self.config.remember or key_states.shape[2] > 1)
-
-def refuses(spec, config, context):
-    raise kvrack.UnsupportedOperation("refuses", "any model at all", "Choose another")
-"""
-
 
 @pytest.fixture(autouse=True)
 def _transformers_as_it_was() -> Iterator[None]:
     yield
     kt.disable()
-
-
-@pytest.fixture
-def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three more installed backends: one forgets, one refuses every model, one is broken."""
-    info = tmp_path / "fakes-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fakes\nVersion: 1.0\n")
-    names = "".join(f"{name} = fake_backends\n" for name in ("forgetful", "moon", "refuses"))
-    (info / "entry_points.txt").write_text(f"[kvrack]\n{names}")
-    (tmp_path / "fake_backends.py").write_text(FAKE_BACKENDS)
-    (tmp_path / "fake_layers.py").write_text(FAKE_LAYERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    refresh()
-    yield
-    for module in ("fake_backends", "fake_layers"):
-        sys.modules.pop(module, None)
 
 
 def run(*args: str, stdin: str | None = None) -> Result:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvrack_command(name: str) -> click.Command | None:
-    """Return the subcommand `generate`, `chat` or `plan`."""
+    """Return the subcommand `generate`, `chat`, `plan` or `bench`."""
     if name == "generate":
         from kvrack_transformers.generate_command import generate
 
@@ -25,4 +25,8 @@ def kvrack_command(name: str) -> click.Command | None:
         from kvrack_transformers.plan_command import plan
 
         return plan
+    if name == "bench":
+        from kvrack_transformers.bench.command import bench
+
+        return bench
     return None
