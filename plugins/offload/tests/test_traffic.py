@@ -67,9 +67,10 @@ def test_codes_travel_as_codes(on_disk):
     feed(cache, (50,))
     traffic = cache.layers[0].traffic
     before = (traffic.out, traffic.back)
-    feed(cache, (1,))
+    # As many as are encoded at once; single ones would wait, exact.
+    feed(cache, (4,))
     code = 2 * 3 * (16 + 4)
-    assert traffic.out - before[0] == 2 * 2 * code
+    assert traffic.out - before[0] == 2 * 2 * 4 * code
     # Both layers' codes once; beyond them nothing comes back but the first layer's next turn, ahead.
     assert traffic.back - before[1] in (2 * 2 * 50 * code, 2 * (2 * 50 + 50) * code)
 
