@@ -76,7 +76,7 @@ def test_what_leaves_a_window_is_told_once_a_layer(told, name):
     [
         ("fp8", {}, HEADS * (HEAD_DIM + 4)),
         ("fp8", {"layout": "static", "max_cache_len": 200}, HEADS * (HEAD_DIM + 4)),
-        ("hqq", {"nbits": 4, "residual_length": 0}, None),
+        ("hqq", {"nbits": 4, "residual_length": 0, "sink_tokens": 0}, None),
         ("quanto", {"nbits": 2, "residual_length": 0, "sink_tokens": 0}, None),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_goes_to_a_file_is_told_with_its_bytes(told, tmp_path):
 
 
 def test_codes_that_go_to_a_file_are_told_in_tokens(told):
-    settings = {"inner": "hqq", "inner_config": {"residual_length": 0}, "tier": "disk"}
+    settings = {"inner": "hqq", "inner_config": {"residual_length": 0, "sink_tokens": 0}, "tier": "disk"}
     cache = kvrack.create_cache("offload", ModelSpec.uniform(1), **settings)
     feed(cache, 128)
     spilled = of_kind(told, "spilled")

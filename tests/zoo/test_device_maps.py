@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import accelerate
 import pytest
 import torch
-from conftest import build_model
 from transformers import PreTrainedModel
 
 import kvrack
@@ -45,7 +45,7 @@ def test_shared_layers_are_read_across_a_device_map(
         pytest.skip(f"{name} isn't installed")
     whole = models("gemma3n")
     model = accelerate.dispatch_model(
-        build_model("gemma3n"), PLACES, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+        copy.deepcopy(whole), PLACES, main_device="cpu", offload_dir=tmp_path, force_hooks=True
     )
     assert next(model.model.layers[2].parameters()).is_meta
     ids = torch.randint(5, whole.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -42,6 +42,7 @@ def test_longest_context_fits_and_one_more_token_in_a_thousand_does_not(model_fo
 
 
 def test_longest_context_without_a_limit_goes_on_in_a_straight_line(tmp_path: Path) -> None:
+    pytest.importorskip("kvrack_encoder_decoder", reason="a T5 needs it: pip install kvrack-encoder-decoder")
     # One layer of one head, keys and values of 8 float32: 64 bytes a token, and as many for the encoder's 64.
     config = {
         "model_type": "t5", "is_encoder_decoder": True, "num_layers": 1, "num_heads": 1, "vocab_size": 64,
