@@ -8,6 +8,7 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvrack_transformers as kt
+import kvrack_transformers.attention
 from kvrack_transformers.attention import grouped_attention_forward
 
 
@@ -58,10 +59,17 @@ def test_one_token_attends_as_by_sdpa(dtype: torch.dtype, mask_heads: int | None
     torch.testing.assert_close(answered, expected)
 
 
-def test_what_it_does_not_know_sdpa_answers() -> None:
+def test_what_it_does_not_know_sdpa_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def answer(*_: object, softcap: float, **__: object) -> tuple[torch.Tensor, None]:
+        asked.append(softcap)
+        return query, None
+
+    monkeypatch.setattr(kvrack_transformers.attention, "sdpa_attention_forward", answer)
     query = torch.randn(1, 2, 1, 8)
-    with pytest.raises(ValueError, match="softcap"):
-        grouped_attention_forward(torch.nn.Module(), query, query[:, :1], query[:, :1], None, softcap=30.0)
+    grouped_attention_forward(torch.nn.Module(), query, query[:, :1], query[:, :1], None, softcap=30.0)
+    assert asked == [30.0]
 
 
 def test_disable_takes_the_name_away(llama: transformers.PreTrainedModel) -> None:
