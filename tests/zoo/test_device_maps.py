@@ -9,6 +9,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 import kvrack
@@ -35,6 +36,10 @@ PLACES = {
 }
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers.cache_utils, "KVSharingDict"),
+    reason="this transformers shares by a dict that accelerate copies: layers don't find what others wrote",
+)
 @pytest.mark.parametrize(
     ("name", "config"), [("dynamic", {}), ("static", {}), ("fp8", {}), ("hqq", {"nbits": 8, "residual_length": 0})]
 )

@@ -46,7 +46,8 @@ def test_where_nothing_attends_all_are_one_row(tmp_path: Path) -> None:
     config = {key: value for key, value in STATES["mamba"].items() if key != "max_position_embeddings"}
     printed = _run(tmp_path, {"model_type": "mamba", **config}, "--memory", "1GiB")
     assert _listed(printed) == ["dynamic"]
-    assert "No layer attends" in printed
+    # One that is left by itself needs no word.
+    assert ("No layer attends" in printed) == (len(set(installed()) - {"mamba", "encoder-decoder"}) > 1)
     assert printed.split("\n\n")[1].splitlines()[1].split()[-1] == "any"
 
 
