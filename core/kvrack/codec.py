@@ -34,20 +34,25 @@ OWN_NAMES = (TAIL, SINKS)
 """What an EncodedBuffer names itself in `storage()`, so that a codec may not."""
 
 
-def pieces(rows: int, numbers: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row and the number of rows of each piece, in order, that a codec decodes at a time.
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield views of all tensors, piece by piece in order, as a codec decodes them.
 
     Args:
-        rows: to cut, of equal size.
-        numbers: all rows together; a piece has at most `PIECE` of them, and at least one row.
+        *tensors: ``[batch, heads, rows, ...]``, cut alike along their rows, of which each has a multiple of the
+            first one's; of the last one, which is decoded into, a piece has at most `PIECE` numbers or what one row
+            of the first stands for.
     """
+    numbers = tensors[-1].numel()
     if torch.compiler.is_compiling() or numbers <= PIECE:
         # A graph isn't made anew for another number of pieces.
-        yield 0, rows
+        yield tensors
         return
+    rows = tensors[0].shape[TOKENS]
     step = max(1, PIECE * rows // numbers)
     for first in range(0, rows, step):
-        yield first, min(step, rows - first)
+        count = min(step, rows - first)
+        each = ((tensor, tensor.shape[TOKENS] // rows) for tensor in tensors)
+        yield tuple(tensor.narrow(TOKENS, first * times, count * times) for tensor, times in each)
 
 
 class CodecConfig(LayoutConfig):

@@ -147,13 +147,8 @@ class GroupedCodec(Codec):
 
     def decode(self, encoded: dict[str, torch.Tensor], out: torch.Tensor) -> None:
         named = [self._split(encoded[name], out) for name in ("codes", "scale", "offset")]
-        rows, tokens = named[0].shape[2], self.block_tokens
-        for first, count in pieces(rows, out.numel()):
-            if count == rows:
-                self._decode_piece(named[0], named[1], named[2], out)
-                return
-            packed, scale, offset = (tensor.narrow(2, first, count) for tensor in named)
-            self._decode_piece(packed, scale, offset, out.narrow(2, first * tokens, count * tokens))
+        for packed, scale, offset, piece in pieces(*named, out):
+            self._decode_piece(packed, scale, offset, piece)
 
     def _decode_piece(self, packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, out: torch.Tensor) -> None:
         """Write the tokens of `out`, given what is theirs as `_split` cuts it."""

@@ -14,7 +14,6 @@ Place = tuple[str, torch.dtype, torch.device]
 WORK = "work."
 """How the slots begin that codecs work in."""
 
-
 MOST_VIEWS = 4
 """Views of one piece that are kept: those of keys and of values, and as many of an odd layer."""
 
@@ -55,7 +54,7 @@ class Scratch:
             most: elements that will ever be asked for, None when unknown: room for later ones isn't made beyond it.
         """
         key = (slot, dtype, device)
-        views = self._views.get(key, {})
+        views = self._views.setdefault(key, {})
         if shape in views:
             return views[shape]
         count = math.prod(shape)
@@ -67,9 +66,10 @@ class Scratch:
             roomy = count + count // 4
             capacity = roomy if most is None else max(count, min(roomy, most))
             memory = self._memory[key] = DEVICE.allocate((capacity,), dtype, device)
-        view = memory[:count].view(shape)
-        self._views[key] = {**dict(list(views.items())[1 - MOST_VIEWS :]), shape: view}
-        return view
+        if len(views) == MOST_VIEWS:
+            del views[next(iter(views))]
+        views[shape] = memory[:count].view(shape)
+        return views[shape]
 
     def release(self, slot: str) -> None:
         """Give the memory of a slot back, and all that codecs work in, which holds nothing between calls."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import kvrack
+from kvrack_transformers.bench.allocations import PeakBytes
 
 LAYERS, HEADS, HEAD_DIM = 30, 3, 64
 HELD = (256, 1024, 4096, 16384)
@@ -44,31 +43,6 @@ def filled(update: Update, tokens: int) -> None:
         update(states(tokens), states(tokens), layer)
 
 
-class PeakOfAllocations(TorchDispatchMode):
-    """Tracks the bytes of every tensor storage made while active, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.note(tensor.untyped_storage())
-        return out
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        # A storage object is a wrapper made anew on each access; its address names the memory.
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address == 0 or address in self.live:
-            return
-        self.live[address] = size
-        self.peak = max(self.peak, sum(self.live.values()))
-        weakref.finalize(storage, self.live.pop, address, None)
-
-
 def timings(backend: str, repeats: int) -> None:
     print(
         f"appending one token to {LAYERS} layers ({HEADS} heads, head_dim {HEAD_DIM}, float32), median of {repeats}, ms"
@@ -89,10 +63,10 @@ def timings(backend: str, repeats: int) -> None:
 
 
 def peaks(backend: str, prompt: int, total: int) -> None:
-    def grow(update: Update, tracker: PeakOfAllocations) -> None:
+    def grow(update: Update, tracker: PeakBytes) -> None:
         for layer in range(LAYERS):
             update(states(prompt), states(prompt), layer)
-        tracker.peak = sum(tracker.live.values())
+        tracker.peak = tracker.now
         token = states(1)
         for _ in range(prompt, total):
             for layer in range(LAYERS):
@@ -100,7 +74,7 @@ def peaks(backend: str, prompt: int, total: int) -> None:
 
     held = 2 * LAYERS * HEADS * HEAD_DIM * 4 * total
     cache = kvrack.create_cache(backend, kvrack.ModelSpec.uniform(LAYERS))
-    with PeakOfAllocations() as tracker:
+    with PeakBytes() as tracker:
         grow(cache.update, tracker)
     print(
         f"growing from {prompt} to {total} tokens one at a time: {held / 1e6:.0f} MB of keys and values at the end, "

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from bench_append import PeakOfAllocations
 from codec_quality import THEIRS, caches, reference, smollm2
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
@@ -30,6 +29,7 @@ from transformers.cache_utils import Cache
 import kvrack
 import kvrack_transformers as kt
 from kvrack.encoded import EncodedLayer
+from kvrack_transformers.bench.allocations import PeakBytes
 from kvrack_transformers.versions import CACHE_ARGUMENT
 
 LAYERS, HEADS, HEAD_DIM = 30, 3, 64
@@ -87,7 +87,7 @@ def memory() -> None:
 def peak() -> None:
     peaks = {}
     for name in ("dynamic", *CODECS):
-        with PeakOfAllocations() as tracker:
+        with PeakBytes() as tracker:
             cache = new_cache(name)
             feed(cache, 2048)
             for _ in range(512):

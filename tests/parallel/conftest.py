@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,19 +10,10 @@ import pytest
 import torch
 import transformers
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+sys.path.append(str(Path(__file__).parents[1] / "zoo"))
+from tiny_families import BASE
+
+TINY = {**BASE, "initializer_range": 0.3}
 
 
 def _save(model: transformers.PreTrainedModel, folder: Path) -> None:

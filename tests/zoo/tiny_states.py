@@ -4,19 +4,12 @@ as attention (Falcon-H1)."""
 from __future__ import annotations
 
 import transformers
+from tiny_families import BASE
 from transformers import PreTrainedModel
 
 VOCAB = 64
 TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-ATTENTION = {
-    **TOKENS,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+ATTENTION = BASE
 MAMBA2 = {"mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_head": 16, "mamba_chunk_size": 4}
 
 

@@ -44,11 +44,8 @@ class Fp8Codec(Codec):
             out.copy_(codes.view(torch.float8_e4m3fn))
             out.mul_(scale)
             return
-        for first, count in pieces(out.shape[2], out.numel()):
-            if count == out.shape[2]:
-                self._decode_piece(codes, scale, out)
-                return
-            self._decode_piece(*(tensor.narrow(2, first, count) for tensor in (codes, scale, out)))
+        for codes_of_piece, scale_of_piece, piece in pieces(codes, scale, out):
+            self._decode_piece(codes_of_piece, scale_of_piece, piece)
 
     def _decode_piece(self, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         """Decode seven times faster than torch does on CPUs: shifted, the bits are those of a float16 256 times

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from kvrack_transformers.models import (
     hub_answers,
     quiet,
 )
+from kvrack_transformers.running import DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 VERSION = 1
 """Of what ``--json`` prints; raised when a name in it goes or comes to mean something else."""
 
-DTYPES = ("float32", "bfloat16", "float16")
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
@@ -280,10 +280,7 @@ def _spec(config: Any, model: str) -> kvrack.ModelSpec:
     from kvrack_transformers.reading import model_spec
 
     try:
-        spec = model_spec(config)
-        # Whisper and its kin name the decoder's positions so.
-        positions = getattr(config, "max_target_positions", None)
-        return replace(spec, max_length=positions) if spec.max_length is None and positions else spec
+        return model_spec(config)
     except kvrack.KvrackError:
         raise
     except (AttributeError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -193,23 +194,23 @@ def _longest(predict: Callable[[int], Prediction], need: Need, found: Prediction
             return most if found.resident <= room else 0
         return max(0, min(most, need.context + int((room - found.resident) // each)))
 
-    def fits(tokens: int) -> bool:
+    def resident(tokens: int) -> float:
         try:
-            return predict(tokens).resident <= room
+            return predict(tokens).resident
         except kvrack.CapacityExceeded:
-            return False
+            return math.inf
 
     low, high = 0, min(most, BUILT)
-    if fits(high):
+    held = resident(high)
+    if held <= room:
         if high == most:
             return high
-        held = predict(high).resident
-        each = (held - predict(high // 2).resident) / (high - high // 2)
+        each = (held - resident(high // 2)) / (high - high // 2)
         return most if each <= 0 else min(most, high + int((room - held) // each))
     # What is wanted to three digits; a token more or less is decided by what else uses the memory.
     while high - low > max(1, low // 1000):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if resident(middle) <= room else (low, middle)
     return low
 
 

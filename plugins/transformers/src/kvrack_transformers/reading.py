@@ -76,10 +76,16 @@ def model_spec(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelSpec
     return ModelSpec(
         layers=tuple(per_rank(layer, model_or_config, shard) for layer in layers),
         cross_layers=tuple(per_rank(layer, model_or_config, shard) for layer in cross),
-        max_length=getattr(decoder, "max_position_embeddings", None),
+        max_length=longest_sequence(decoder),
         name=name,
         shard=shard,
     )
+
+
+def longest_sequence(config: PreTrainedConfig) -> int | None:
+    """Return how many positions a decoder's config names, None where it names none."""
+    # Whisper and its kin name the decoder's positions by the second.
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
 def room_for_answer(model: PreTrainedModel, given: int, asked: int, capacity: int = -1) -> int:
@@ -93,7 +99,7 @@ def room_for_answer(model: PreTrainedModel, given: int, asked: int, capacity: in
 
     Raises KvrackError where the prompt alone is as long as the model or the cache takes.
     """
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_sequence(model.config.get_text_config())
     limits = [("the model takes", longest)] if longest is not None else []
     limits += [("the cache takes", capacity)] if capacity >= 0 else []
     for what, limit in limits:

@@ -22,6 +22,9 @@ from kvrack_transformers.models import DEFAULT_MODEL
 if TYPE_CHECKING:
     import torch
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Of a model that runs, by their names in torch."""
+
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 model_option: Option = click.option(

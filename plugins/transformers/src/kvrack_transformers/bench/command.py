@@ -17,7 +17,7 @@ from kvrack import KvrackError
 from kvrack.commands import output
 from kvrack_transformers.bench.entries import ALL, FIRST, parse_caches
 from kvrack_transformers.models import CACHE_VARIABLE, find_model, load_model
-from kvrack_transformers.running import activity, device_named, device_option, model_option, own_warnings_only
+from kvrack_transformers.running import DTYPES, activity, device_named, device_option, model_option, own_warnings_only
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from kvrack_transformers.bench.results import Bench
     from kvrack_transformers.bench.run import Work
 
-DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 132
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended."""

@@ -12,7 +12,7 @@ import click
 import kvrack
 from kvrack.config import parse_settings
 from kvrack.errors import InvalidConfig
-from kvrack_transformers.bench.results import Side
+from kvrack_transformers.bench.results import Side, label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +53,11 @@ class Entry:
     side: Side
     made_by: str
     make: Callable[[PreTrainedModel, int], Any]
+
+    @property
+    def label(self) -> str:
+        """Its name for a reader."""
+        return label(self.side, self.cache)
 
 
 def parse_cache(text: str) -> Asked:

@@ -183,7 +183,10 @@ class ContextRun:
         self._forward(self.tokens[:, : self.plan.context], cache, runner.entry.side)
         wait_for(self.model.device)
         runner.prefills.append(time.perf_counter() - start)
-        self._advance(f"{self.plan.context:,} tokens: prompt into {_label(runner)}", 0 if again else self.plan.context)
+        self._advance(
+            f"{self.plan.context:,} tokens: prompt into {runner.entry.label}",
+            0 if again else self.plan.context,
+        )
 
     def _fill(self, runner: Runner) -> None:
         """Run the prompt into the cache that decodes then, and watch memory."""
@@ -192,7 +195,10 @@ class ContextRun:
             runner.cache = runner.entry.make(self.model, self.plan.held)
             self._forward(self.tokens[:, : self.plan.context], runner.cache, runner.entry.side)
         runner.prefill_peak = runner.tracker.peak
-        self._advance(f"{self.plan.context:,} tokens: watching memory, {_label(runner)}", self.plan.context)
+        self._advance(
+            f"{self.plan.context:,} tokens: watching memory, {runner.entry.label}",
+            self.plan.context,
+        )
 
     def _repeat(self, repeat: int) -> None:
         """Decode the repeat's tokens; the first repeat warms up, its memory is watched and its time isn't."""
@@ -299,10 +305,6 @@ class ContextRun:
 
 def _judge(runner: Runner, logits: torch.Tensor, dense: Dense, following: torch.Tensor) -> None:
     runner.quality.add(logits, dense, following)
-
-
-def _label(runner: Runner) -> str:
-    return runner.entry.cache if runner.entry.side == "kvrack" else f"transformers {runner.entry.cache}"
 
 
 def _stored(cache: Any) -> tuple[dict[str, int], int | None]:

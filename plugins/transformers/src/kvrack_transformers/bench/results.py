@@ -22,6 +22,11 @@ Side = Literal["kvrack", "transformers"]
 SIDES: tuple[Side, ...] = ("kvrack", "transformers")
 
 
+def label(side: Side, cache: str) -> str:
+    """Return a cache's name for a reader, with whose it is where it isn't kvrack's."""
+    return cache if side == "kvrack" else f"transformers {cache}"
+
+
 class BenchFileError(KvrackError):
     """A file is no result of ``kvrack bench`` that this release reads."""
 
@@ -100,7 +105,7 @@ class Measurement(_Part):
     @property
     def label(self) -> str:
         """Name for a reader, with whose it is where it isn't kvrack's."""
-        return self.cache if self.side == "kvrack" else f"transformers {self.cache}"
+        return label(self.side, self.cache)
 
     @property
     def key(self) -> tuple[Side, str]:

@@ -13,6 +13,7 @@ from kvrack_transformers.bench.entries import Asked, Entry, entry_of, one_line
 from kvrack_transformers.bench.machine import describe_machine
 from kvrack_transformers.bench.measure import Advance, ContextRun, Plan
 from kvrack_transformers.bench.results import Bench, Context, Request
+from kvrack_transformers.reading import longest_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ def entries_of(work: Work, device: torch.device) -> tuple[list[Entry], dict[str,
 
 def check_room(model: PreTrainedModel, plans: Sequence[Plan]) -> None:
     """Raise KvrackError where the model has too few positions for one of `plans`."""
-    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_sequence(model.config.get_text_config())
     for plan in plans:
         if longest is not None and plan.held > longest:
             raise KvrackError(
